@@ -1,0 +1,58 @@
+# Everything happens in .venv; a target that has nothing to do takes a moment.
+#   make run    install, fetch the default model, open the console
+#   make test   install with the development tools, fetch the default model, run the tests
+# For a CPU-only or mirrored torch, set pip's own variables, for example PIP_FIND_LINKS=FOLDER.
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint bench-check clean
+.DELETE_ON_ERROR:
+
+venv_python := .venv/bin/python
+pip_install := $(venv_python) -m pip install --disable-pip-version-check --constraint constraints.txt
+
+help:
+	@echo "make run          install, fetch the default model and open the console"
+	@echo "make test         run the tests"
+	@echo "make lint         run ruff, mypy and the import contracts"
+	@echo "make bench-check  check speed and memory on this machine (it should be idle)"
+	@echo "make clean        remove the environment and all caches of this folder"
+
+.venv/created:
+	@for python in python3 python3.13 python3.12 python3.11; do \
+	    if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "creating .venv with $$("$$python" --version)"; \
+	        "$$python" -m venv .venv && exec touch $@ || exit 1; \
+	    fi; \
+	done; \
+	echo "no Python >= 3.11 with its venv module found (looked for python3, python3.13, 3.12, 3.11);" \
+	    "install one, on Debian and Ubuntu with its python3-venv package" >&2; exit 1
+
+.venv/installed: pyproject.toml constraints.txt .venv/created
+	$(pip_install) --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(pip_install) --editable '.[dev]'
+	@touch $@
+
+run: .venv/installed
+	@$(venv_python) -m console model fetch
+	@$(venv_python) -m console
+
+test: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) -m pytest
+
+lint: .venv/installed-dev
+	$(venv_python) -m ruff check
+	$(venv_python) -m ruff format --check
+	$(venv_python) -m mypy
+	.venv/bin/lint-imports --no-logo
+
+bench-check: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) tests/bench_check.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

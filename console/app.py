@@ -1,0 +1,362 @@
+"""The console application: keys, the view the screens draw, start and stop.
+
+Handlers of messages make the next `View` and hand it to the screens; only `console.bridge` calls the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, ClassVar
+
+from rich.theme import Theme
+from textual import events
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from console import messages
+from console.bridge import Bridge, RuntimeOpener, Step
+from console.dialogs import Asked, ConfirmDialog, HelpScreen, ValueDialog
+from console.figures import RoundWindow
+from console.formats import clean_line
+from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, View
+from console.keys import help_groups, next_budget, next_mode
+from console.live_screen import LiveScreen
+from console.prompt_screen import PromptInput, PromptScreen
+from console.terminal import Deadline, Terminal, driver_class
+from runtime.config import RuntimeConfig
+from runtime.connect import open_runtime
+from runtime.interface import LogLine, Runtime
+
+SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
+"""Number key and screen."""
+TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+TICK_S = 0.5
+NOTICE_S = 8.0
+KEEP_LINES = 500
+CAPTURED_AT_ONCE = 200
+
+QUIT = "Quit; asks first if a request is running."
+COPY = "Copy the selected text; without any, quit as q does."
+SUSPEND = "Refused: the engine in this process would stop too."
+_BUDGET = Binding.Group("budget", compact=True)
+
+
+class ConsoleApp(App[int]):
+    """The console over one runtime, given ready or as a function that opens it after the first paint."""
+
+    TITLE = "ddtree"
+    CSS_PATH = "console.tcss"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
+        Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
+        Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
+        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
+        Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
+        Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
+        Binding("question_mark", "help", "help", tooltip="This help."),
+        Binding(
+            "colon", "command_palette", "commands", show=False, tooltip="Every command; ctrl+p in inputs."
+        ),
+        Binding("q", "quit", "quit", tooltip=QUIT),
+        Binding("ctrl+q", "quit", "quit", show=False, priority=True, tooltip=QUIT),
+        Binding("ctrl+c", "interrupt", "copy or quit", show=False, tooltip=COPY),
+        Binding("ctrl+z", "suspend_process", "suspend", show=False, tooltip=SUSPEND),
+        *(
+            Binding(key, f"screen_named('{name}')", name, show=False, tooltip=f"The {name} screen.")
+            for key, name in TABS
+        ),
+    ]
+
+    def __init__(
+        self, runtime: Runtime | RuntimeOpener, *, read_only: bool = False, terminal: Terminal | None = None
+    ) -> None:
+        super().__init__(
+            driver_class=driver_class(terminal) if terminal is not None else None,
+            ansi_color=True if no_color() else None,
+        )
+        self.bridge = Bridge(runtime, self.post_message)
+        self.view = View(read_only=read_only)
+        self._terminal = terminal
+        self._window = RoundWindow()
+        self._lines: list[LogLine] = []
+        self._host_at_s: float | None = None
+        self._notice_until_s = 0.0
+        self._state = ""
+        self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
+        for name, screen in self._screens.items():
+            self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
+
+    @property
+    def prompt(self) -> PromptScreen:
+        screen = self._screens[PromptScreen.NAME]
+        assert isinstance(screen, PromptScreen)
+        return screen
+
+    async def on_mount(self) -> None:
+        if self._terminal is not None:
+            # Textual's own capture, in force by now, would drop what libraries print.
+            sys.stdout = sys.stderr = self._terminal.stream
+        await self.switch_mode(LiveScreen.NAME)
+        self.theme_changed_signal.subscribe(self, lambda _theme: self._colour())
+        self._colour()
+        self.set_interval(TICK_S, self._tick)
+        self.call_after_refresh(self._start)
+
+    def _colour(self) -> None:
+        """Gives the named styles the colours for the theme's ground."""
+        self.console.push_theme(Theme(PALETTE if self.current_theme.dark else LIGHT_PALETTE))
+
+    def _start(self) -> None:
+        self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
+
+    # The view
+
+    def _show(self, **changes: Any) -> None:
+        """Makes the next view and draws it on the screens that are visible, also under a dialog."""
+        self.view = dataclasses.replace(self.view, **changes)
+        for screen in self.screen_stack:
+            if isinstance(screen, ConsoleScreen):
+                screen.show(self.view)
+        if not isinstance(self.screen_stack[0], PromptScreen):
+            self.prompt.show(self.view)
+
+    def on_screen_resume(self) -> None:
+        self._show()
+
+    def _tick(self) -> None:
+        now = time.time()
+        if self._terminal is not None:
+            if self._terminal.is_lost():
+                self.exit(0)
+                return
+            captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
+            self._log(*(LogLine(time_s=now, level="info", text=clean_line(text)) for text in captured))
+        if self.view.notice and time.monotonic() > self._notice_until_s:
+            self.view = dataclasses.replace(self.view, notice="")
+        age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
+        self._show(figures=self._window.figures(now), host_age_s=age, lines=tuple(self._lines))
+
+    def _log(self, *lines: LogLine) -> None:
+        self._lines = [*self._lines, *lines][-KEEP_LINES:]
+
+    def _notice(self, text: str, bad: bool = False) -> None:
+        """One line at the top for some seconds, kept among the events."""
+        self._notice_until_s = time.monotonic() + NOTICE_S
+        self._log(LogLine(time_s=time.time(), level="warning" if bad else "info", text=clean_line(text)))
+        self._show(notice=clean_line(text), notice_bad=bad, lines=tuple(self._lines))
+
+    # Messages of the bridge
+
+    def on_status_arrived(self, event: messages.StatusArrived) -> None:
+        self._show(status=event.status)
+
+    def on_description_arrived(self, event: messages.DescriptionArrived) -> None:
+        self._show(description=event.description)
+
+    def on_host_arrived(self, event: messages.HostArrived) -> None:
+        self._host_at_s = time.monotonic()
+        self.view = dataclasses.replace(self.view, host=event.sample)
+
+    def on_rounds_arrived(self, event: messages.RoundsArrived) -> None:
+        self._window.add(event.rounds)
+
+    def on_lines_arrived(self, event: messages.LinesArrived) -> None:
+        self._log(*(line.model_copy(update={"text": clean_line(line.text)}) for line in event.lines))
+
+    def on_state_changed(self, event: messages.StateChanged) -> None:
+        if event.change.state != self._state:
+            self._state = event.change.state
+            reason = f": {clean_line(event.change.reason)}" if event.change.reason else ""
+            level = "error" if event.change.state in ("failed", "degraded") else "info"
+            self._log(LogLine(time_s=time.time(), level=level, text=f"engine {event.change.state}{reason}"))
+
+    def on_bridge_problem(self, event: messages.BridgeProblem) -> None:
+        if event.text and event.text != self.view.problem:
+            self._log(LogLine(time_s=time.time(), level="error", text=event.text))
+        self._show(problem=event.text)
+
+    def on_change_done(self, event: messages.ChangeDone) -> None:
+        text = event.text + ("" if event.undo else "; u undoes")
+        if "tree_budget" in event.fields and event.config.get("mode") != "tree":
+            text += f"; acts in mode tree, the mode is {event.config.get('mode')}"
+        self._notice(text)
+
+    def on_change_refused(self, event: messages.ChangeRefused) -> None:
+        self._notice(event.text, bad=True)
+
+    def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
+        self.prompt.admitted(event)
+
+    def on_answer_tokens(self, event: messages.AnswerTokens) -> None:
+        self.prompt.tokens(event)
+
+    def on_answer_finished(self, event: messages.AnswerFinished) -> None:
+        self.prompt.finished(event)
+
+    def on_answer_failed(self, event: messages.AnswerFailed) -> None:
+        self.prompt.fail(event.turn, event.reason)
+
+    def on_prompt_screen_asked(self, event: PromptScreen.Asked) -> None:
+        self.run_worker(
+            self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
+        )
+
+    # Keys
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Changing keys are dimmed in a read-only console; `i` is a letter where text is typed."""
+        if action == "input":
+            return isinstance(self.screen, ConsoleScreen) and not isinstance(self.focused, PromptInput)
+        return None if self.view.read_only and action in CHANGING_ACTIONS else True
+
+    def on_key(self, event: events.Key) -> None:
+        """Says why a dimmed key does nothing."""
+        binding = self.screen.active_bindings.get(event.key)
+        if isinstance(self.screen, ConsoleScreen) and binding is not None and not binding.enabled:
+            self._notice(f"refused, the console is read-only: {binding.binding.description}", bad=True)
+
+    async def action_screen_named(self, name: str) -> None:
+        await self.switch_mode(name)
+
+    async def action_input(self) -> None:
+        await self.switch_mode(PromptScreen.NAME)
+        self.prompt.focus_input()
+
+    def _change(self, step: Step) -> None:
+        self.run_worker(self.bridge.change(step), name="change", group="change", exit_on_error=False)
+
+    def action_temperature(self) -> None:
+        running = self.view.status.running if self.view.status is not None else 0
+        note = "Acts on requests admitted afterwards that set none; 0 is greedy."
+        if running:
+            note += f" {running} running keep theirs."
+        asked = Asked("temperature", self.view.config.get("temperature"), 0.0, 2.0, 0.1, note)
+
+        def chosen(value: float | None) -> None:
+            if value is not None:
+                self._change(lambda config: {"temperature": value})
+
+        self.push_screen(ValueDialog(asked), chosen)
+
+    def action_budget(self, direction: int) -> None:
+        self._change(lambda config: next_budget(config, direction, self.view.tree_budget))
+
+    def action_mode(self) -> None:
+        self._change(next_mode)
+
+    def action_undo(self) -> None:
+        self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)
+
+    def action_cancel(self) -> None:
+        turn = self.prompt.conversation.open_turn
+        if turn is None:
+            self._notice("nothing to cancel: no answer is being written")
+        elif self.prompt.withdraw():
+            self._notice("the waiting prompt is back in the input")
+        elif turn.request_id is not None:
+            self._notice("cancelling the answer")
+            self.run_worker(self.bridge.cancel(turn.request_id), name="cancel", exit_on_error=False)
+        else:
+            self.workers.cancel_group(self, "answer")
+            self.prompt.fail(turn.number, "cancelled before it was admitted")
+
+    def action_help(self) -> None:
+        self.push_screen(HelpScreen(help_groups(self)))
+
+    def action_interrupt(self) -> None:
+        """Ctrl+C where nothing is selected to copy."""
+        self.request_quit()
+
+    async def action_quit(self) -> None:
+        self.request_quit()
+
+    def action_suspend_process(self) -> None:
+        self._notice("ctrl+z is refused: it would stop the engine in this process as well", bad=True)
+
+    def request_quit(self) -> None:
+        """Quits; asks first if that would lose a request."""
+        lost = self._would_lose()
+        if not lost:
+            self.exit(0)
+            return
+        if isinstance(self.screen, ConfirmDialog):
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.exit(0)
+
+        self.push_screen(ConfirmDialog("Quit ddtree?", lost, yes="Quit", no="Stay"), answered)
+
+    def _would_lose(self) -> str:
+        status = self.view.status
+        running = status.running + status.waiting if status is not None else 0
+        if self.prompt.conversation.open_turn is not None:
+            running = max(running, 1)
+        if not running:
+            return ""
+        requests = f"{running} requests are" if running > 1 else "1 request is"
+        return f"{requests} not finished; the rest of the text would be lost."
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Every key of the screen as a command, and the theme."""
+        for node, binding, enabled, tooltip in screen.active_bindings.values():
+            if enabled and node in (self, screen) and tooltip and "palette" not in binding.action:
+                title, _, more = tooltip.partition(". ")
+                key = self.get_key_display(binding)
+                run = functools.partial(self.run_action, binding.action, node)
+                yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+
+
+def no_color() -> bool:
+    """NO_COLOR by no-color.org: set and not empty."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def run_console(
+    config: RuntimeConfig,
+    read_only: bool,
+    opener: Callable[[RuntimeConfig], Awaitable[Runtime]] = open_runtime,
+) -> int:
+    """Runs the console over the runtime that `opener` gives; returns the exit code.
+
+    0 quit or SIGTERM/SIGHUP, 1 the console failed, 130 SIGINT. There must be a terminal.
+    """
+    if not no_color():
+        os.environ.pop("NO_COLOR", None)  # Textual turns colour off for an empty value too.
+    with Terminal() as terminal:
+        app = ConsoleApp(functools.partial(opener, config), read_only=read_only, terminal=terminal)
+        with Deadline(terminal) as deadline:
+            code = asyncio.run(_drive(app, deadline))
+    if app.return_code:
+        print(f"ddtree: the console failed: {terminal.last_line()}", file=sys.stderr)
+        return 1
+    return code
+
+
+async def _drive(app: ConsoleApp, deadline: Deadline) -> int:
+    """The app until its end, then the runtime's; both within `deadline` of the first sign to stop."""
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int, _frame: object) -> None:
+        deadline.begin()
+        loop.call_soon_threadsafe(app.exit, 130 if number == signal.SIGINT else 0)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, stop)
+    code = await app.run_async()
+    deadline.begin()
+    await app.bridge.close()
+    return code or 0

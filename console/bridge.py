@@ -1,0 +1,320 @@
+"""The only console file that calls a Runtime: it turns answers and streams into messages for the app.
+
+Everything here runs on the app's event loop. Widgets are never touched; a handler of the app does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from textual.message import Message
+
+from console import messages
+from console.formats import clean_line
+from runtime.interface import (
+    ChangePlan,
+    ChangeReport,
+    FieldChange,
+    GenerateRequest,
+    HostSample,
+    LogLine,
+    RequestAdmitted,
+    RequestFinished,
+    RequestStats,
+    RoundStats,
+    Runtime,
+    RuntimeFault,
+    StatusChanged,
+    TokenPiece,
+    TokensEmitted,
+)
+
+RuntimeOpener = Callable[[], Awaitable[Runtime]]
+Step = Callable[[Mapping[str, Any]], "dict[str, Any] | str"]
+"""From the configuration in force to a change of it, or to the reason why there is none."""
+
+STATUS_S = 1.0
+LOADING_STATUS_S = 0.25
+RETRY_S = 2.0
+TOKENS_S = 0.05
+ROUNDS_S = 0.1
+LOG_S = 0.2
+ANSWER_S = 5.0
+"""A status that takes longer counts as no answer."""
+
+Item = TypeVar("Item")
+
+
+class Batch(Generic[Item]):
+    """Joins items into one call of `emit` at most every `period_s`; nothing is dropped, order is kept."""
+
+    def __init__(self, period_s: float, emit: Callable[[tuple[Item, ...]], object]) -> None:
+        self._period_s = period_s
+        self._emit = emit
+        self._items: list[Item] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, item: Item) -> None:
+        self._items.append(item)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._period_s, self.flush)
+
+    def flush(self) -> None:
+        """Emits what waits, at once."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        items, self._items = tuple(self._items), []
+        if items:
+            self._emit(items)
+
+
+class Bridge:
+    """One console's line to one runtime."""
+
+    def __init__(self, source: Runtime | RuntimeOpener, post: Callable[[Message], object]) -> None:
+        self._runtime = source if isinstance(source, Runtime) else None
+        self._opener = None if isinstance(source, Runtime) else source
+        self._post = post
+        self._changing = asyncio.Lock()
+        self._look = asyncio.Event()
+        """Set: read the status now."""
+        self._reshaped = asyncio.Event()
+        """Set: a finished load or rebuild may have changed the description."""
+        self._done: list[FieldChange] = []
+        """Applied changes, the last one last; what undo reverts."""
+        self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
+        self._lines: Batch[LogLine] = Batch(LOG_S, lambda lines: post(messages.LinesArrived(lines)))
+
+    async def run(self) -> None:
+        """Opens the runtime and watches it until cancelled."""
+        while self._runtime is None:
+            try:
+                assert self._opener is not None
+                self._runtime = await self._opener()
+            except Exception as error:
+                self._post(messages.BridgeProblem(f"the runtime did not start: {describe_error(error)}"))
+                await asyncio.sleep(RETRY_S)
+        runtime = self._runtime
+        await asyncio.gather(self._poll(runtime), self._describe(runtime), self._watch(runtime))
+
+    async def close(self) -> None:
+        """Ends the runtime, and with it every stream."""
+        if self._runtime is not None:
+            await self._runtime.aclose()
+
+    async def _poll(self, runtime: Runtime) -> None:
+        well = True
+        while True:
+            pause = STATUS_S
+            try:
+                status = await asyncio.wait_for(runtime.status(), ANSWER_S)
+            except Exception as error:
+                well = False
+                self._post(messages.BridgeProblem(f"no status from the runtime: {describe_error(error)}"))
+            else:
+                if not well:
+                    well = True
+                    self._post(messages.BridgeProblem(""))
+                self._post(messages.StatusArrived(status))
+                if status.state == "loading":
+                    pause = LOADING_STATUS_S
+            self._look.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), pause)
+
+    async def _describe(self, runtime: Runtime) -> None:
+        while True:
+            try:
+                self._post(messages.DescriptionArrived(await runtime.describe()))
+                self._reshaped.clear()
+                await self._reshaped.wait()
+            except RuntimeFault:
+                await asyncio.sleep(LOADING_STATUS_S)
+            except Exception as error:
+                self._post(messages.BridgeProblem(f"no description: {describe_error(error)}"))
+                await asyncio.sleep(RETRY_S)
+
+    async def _watch(self, runtime: Runtime) -> None:
+        while True:
+            try:
+                async for event in runtime.watch():
+                    self._sort(event)
+            except RuntimeFault:
+                pass
+            except Exception as error:
+                self._post(messages.BridgeProblem(f"the event stream broke: {describe_error(error)}"))
+            await asyncio.sleep(RETRY_S)
+
+    def _sort(self, event: object) -> None:
+        match event:
+            case RoundStats():
+                self._rounds.add(event)
+            case HostSample():
+                self._post(messages.HostArrived(event))
+            case LogLine():
+                self._lines.add(event)
+            case RequestStats():
+                self._post(messages.RequestArrived(event))
+            case StatusChanged():
+                self._post(messages.StateChanged(event))
+                self._look.set()
+                if event.state == "ready":
+                    self._reshaped.set()
+
+    async def answer(self, turn: int, request: GenerateRequest) -> None:
+        """Streams one answer as messages marked with `turn`; to cancel the coroutine cancels the request."""
+        if self._runtime is None:
+            self._post(messages.AnswerFailed(turn, "the runtime has not started yet"))
+            return
+        answer = _Answer(turn, self._post)
+        stream = self._runtime.generate(request)
+        try:
+            async for event in stream:
+                answer.take(event)
+        except Exception as error:
+            answer.tokens.flush()
+            self._post(messages.AnswerFailed(turn, describe_error(error)))
+        finally:
+            answer.tokens.flush()
+            self._look.set()
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def cancel(self, request_id: str) -> bool:
+        """Asks for the end of one request; False if it had ended already."""
+        if self._runtime is None:
+            return False
+        try:
+            return await self._runtime.cancel(request_id)
+        except Exception as error:
+            self._post(messages.BridgeProblem(f"cancel failed: {describe_error(error)}"))
+            return False
+
+    async def change(self, step: Step) -> None:
+        """Applies a live change computed from the configuration in force when its turn comes."""
+        async with self._changing:
+            await self._change(step, undo=False)
+
+    async def undo(self) -> None:
+        """Reverts the last applied change, unless its field was changed again since."""
+        async with self._changing:
+            if not self._done:
+                self._post(messages.ChangeRefused("nothing to undo: no change was made from this console"))
+                return
+            last = self._done[-1]
+
+            def revert(config: Mapping[str, Any]) -> dict[str, Any] | str:
+                if config.get(last.field) != last.new:
+                    self._done.pop()
+                    return f"not undone: {last.field} was changed again since, to {config.get(last.field)}"
+                return {last.field: last.old}
+
+            await self._change(revert, undo=True)
+
+    async def _change(self, step: Step, undo: bool) -> None:
+        runtime = self._runtime
+        if runtime is None:
+            self._post(messages.ChangeRefused("the runtime has not started yet"))
+            return
+        try:
+            wanted = step((await runtime.status()).config)
+            if isinstance(wanted, str):
+                self._post(messages.ChangeRefused(wanted))
+                return
+            plan = await runtime.preview(wanted)
+            refusal = refused(plan)
+            if refusal:
+                self._post(messages.ChangeRefused(refusal))
+                return
+            report = await runtime.apply(wanted, plan.revision, author="console")
+            status = await runtime.status()
+        except Exception as error:
+            self._post(messages.ChangeRefused(describe_error(error)))
+            return
+        if undo:
+            self._done.pop()
+        else:
+            self._done.extend(report.applied)
+        self._post(messages.StatusArrived(status))
+        fields = tuple(change.field for change in report.applied)
+        self._post(messages.ChangeDone(done_text(plan, report, undo), fields, dict(status.config), undo))
+
+
+class _Answer:
+    """Books one answer's events: batches its tokens, counts its decode rounds, times them."""
+
+    def __init__(self, turn: int, post: Callable[[Message], object]) -> None:
+        self._turn = turn
+        self._post = post
+        self._rounds = -1
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self.tokens: Batch[TokenPiece] = Batch(TOKENS_S, self._emit)
+
+    def _emit(self, pieces: tuple[TokenPiece, ...]) -> None:
+        spent = None if self._first_s is None else self._last_s - self._first_s
+        self._post(messages.AnswerTokens(self._turn, pieces, max(self._rounds, 0), spent))
+
+    def take(self, event: object) -> None:
+        match event:
+            case RequestAdmitted():
+                self._post(
+                    messages.AnswerAdmitted(
+                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens
+                    )
+                )
+            case TokensEmitted():
+                self._rounds += 1
+                self._last_s = time.monotonic()
+                self._first_s = self._first_s or self._last_s
+                for piece in event.pieces:
+                    self.tokens.add(piece)
+            case RequestFinished():
+                self.tokens.flush()
+                self._post(messages.AnswerFinished(self._turn, event))
+
+
+def refused(plan: ChangePlan) -> str:
+    """Why a plan is not applied from a key; empty if it may be."""
+    if not plan.allowed:
+        notes = [change.note for change in plan.changes if change.effect == "refused" and change.note]
+        return "; ".join(notes) or plan.summary
+    rebuilds = [change.field for change in plan.changes if change.effect == "rebuild"]
+    if rebuilds:
+        return f"{', '.join(rebuilds)} needs a rebuild of the engine: not done on one key"
+    if not any(change.old != change.new for change in plan.changes):
+        return "no change: " + (plan.summary or "that is what is set")
+    return ""
+
+
+def done_text(plan: ChangePlan, report: ChangeReport, undo: bool) -> str:
+    """One line on an applied change."""
+    parts = [f"{c.field} {_value(c.old)} -> {_value(c.new)}" for c in report.applied]
+    text = ("undone: " if undo else "") + (", ".join(parts) or report.summary)
+    if any(change.field == "temperature" for change in report.applied):
+        text += "; acts on requests admitted from here on"
+        if plan.unreached:
+            text += f", {plan.unreached} running keep theirs"
+    return text
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "auto"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line on an exception; a runtime's own faults speak for themselves."""
+    text = clean_line(str(error)) or "no reason given"
+    if isinstance(error, RuntimeFault):
+        return text
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ANSWER_S:.0f} s"
+    return f"{type(error).__name__}: {text}"

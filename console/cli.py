@@ -1,0 +1,170 @@
+"""The command `ddtree`: its commands, and the one place where errors become a line on stderr and an exit code.
+
+Importing this module loads typer and nothing heavier; sub-commands of other modules load when they are called.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from console import __version__
+from runtime import commands
+from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, config_options, tell
+
+if TYPE_CHECKING:
+    from runtime.config import ResolvedConfig
+
+ELSEWHERE = {
+    "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
+    "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
+}
+"""Commands of modules that load only when called: module, name in it, help."""
+
+DONE, FAILED, WRONG_USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists the commands of `ELSEWHERE` from their help text and imports one when it is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, (_, _, words) in ELSEWHERE.items():
+            self.add_command(TyperCommand(name, help=words))
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name in ELSEWHERE else command, rest
+
+
+def _load(name: str) -> Any:
+    module, attribute, _ = ELSEWHERE[name]
+    found = getattr(import_module(module), attribute)
+    holder = typer.Typer(rich_markup_mode=None, add_completion=False)
+    holder.callback()(lambda: None)
+    if isinstance(found, typer.Typer):
+        holder.add_typer(found, name=name)
+    else:
+        holder.command(name)(found)
+    return get_command(holder).commands[name]
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ddtree {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Run and watch a DDTree speculative-decoding runtime. Without a command: open the console."""
+    if context.invoked_subcommand is None:
+        raise typer.Exit(console())
+
+
+@app.command()
+@config_options(*ENGINE_OPTIONS, *SAMPLING_OPTIONS)
+def console(
+    resolved: "ResolvedConfig",
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Watch only; DDTREE_READ_ONLY=1 is the same.")
+    ] = False,
+) -> int:
+    """Open the console: live figures and controls."""
+    missing = _missing_terminal()
+    if missing:
+        tell(f"the console needs a terminal, but {missing}; without one use: ddtree generate PROMPT")
+        return REFUSED
+    from console.app import run_console
+
+    return run_console(resolved.config, read_only or _is_set("DDTREE_READ_ONLY"))
+
+
+app.command()(commands.generate)
+app.command()(commands.bench)
+app.command()(commands.verify)
+app.add_typer(commands.config_app, name="config")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit code."""
+    try:
+        code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else DONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if _is_set("DDTREE_DEBUG"):
+            traceback.print_exc()
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Say on stderr what went wrong and return the exit code."""
+    if isinstance(error, OSError):
+        # What stdout could not take is dropped here, or the interpreter would complain about it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return FAILED
+    if isinstance(error, typer.TyperException) and error.message.startswith("Usage:"):
+        print(error.message, file=sys.stderr)
+        return error.exit_code
+    line, code = _explain(error)
+    tell(line)
+    return code
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """Return one line for a person and the exit code."""
+    if isinstance(error, typer.TyperException):
+        context = getattr(error, "ctx", None)
+        hint = f" (see: {context.command_path} --help)" if context else ""
+        return " ".join(error.format_message().split()).rstrip(".") + hint, error.exit_code
+    if isinstance(error, typer.Abort):
+        return "no answer was given", FAILED
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror, FAILED
+
+    from runtime.gguf import CheckpointError
+    from runtime.interface import ConfigRejected, RequestRejected, RuntimeFault
+
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigRejected | RequestRejected | CheckpointError):
+        return text, getattr(error, "exit_code", WRONG_USAGE)
+    if isinstance(error, RuntimeFault):
+        return text, FAILED
+    return f"unexpected {type(error).__name__}: {text} (DDTREE_DEBUG=1 shows where)", FAILED
+
+
+def _missing_terminal() -> str | None:
+    """Say what keeps a full-screen program from running here, or None."""
+    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
+        if stream is None or not stream.isatty():
+            return f"{name} is none"
+    if os.environ.get("TERM", "dumb") in ("", "dumb"):
+        return "TERM is dumb or not set"
+    return None
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no", "off")

@@ -1,0 +1,119 @@
+"""Figures and foreign text as the console prints them: units, "n/a" for unknown, no control characters."""
+
+from __future__ import annotations
+
+import math
+import time
+
+NA = "n/a"
+MAX_LINE = 400
+"""Most characters of one log line that are kept."""
+
+_BIDI = frozenset(range(0x202A, 0x202F)) | frozenset(range(0x2066, 0x206A)) | {0x061C, 0x200E, 0x200F}
+
+
+def _cleaned(code: int) -> str | None:
+    if code in (0x2028, 0x2029):
+        return "\n"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    if 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000:
+        return "\ufffd"
+    return None
+
+
+_CONTROLS: dict[int, str | None] = {
+    code: _cleaned(code)
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0xD800, 0xE000))
+    if code != 0x0A
+}
+_CONTROLS |= dict.fromkeys(_BIDI)
+_CONTROLS[0x09] = "    "
+
+
+def clean_text(text: str) -> str:
+    """Text that draws as text only.
+
+    Control characters become their visible pictures (U+2400 ff.), C1 controls and lone surrogates U+FFFD;
+    marks that reorder a line are dropped; newlines stay.
+    """
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
+
+
+def clean_line(text: str, limit: int = MAX_LINE) -> str:
+    """`clean_text` on one line of at most `limit` characters; a cut is marked."""
+    text = clean_text(text[: limit + 1]).replace("\n", " ")
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second, without the unit."""
+    if value is None or not math.isfinite(value):
+        return NA
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NA if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    return NA if value is None else str(value)
+
+
+def percent(share: float | None) -> str:
+    """A share of 0 to 1 as a percentage."""
+    return NA if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Milliseconds under one second, else seconds; minutes from two minutes on."""
+    if seconds is None or not math.isfinite(seconds):
+        return NA
+    if seconds < 0.01:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes in powers of 1024."""
+    if num_bytes is None:
+        return NA
+    value, unit = float(num_bytes), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, bigger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def used_of(used: int | None, total: int | None) -> str:
+    """ "3.1 GiB of 7.8 GiB"; the parts that are unknown read n/a."""
+    return NA if used is None and total is None else f"{size(used)} of {size(total)}"
+
+
+def temperature(value: float | None) -> str:
+    """A sampling temperature as it is typed: no needless zeros."""
+    return NA if value is None else f"{value:g}"
+
+
+def clock(unix_s: float) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def bar(share: float | None, width: int) -> str:
+    """A horizontal bar of `width` cells, eighths of a cell fine; blank where the share is unknown."""
+    if width <= 0:
+        return ""
+    if share is None or not math.isfinite(share):
+        return " " * width
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width)

@@ -1,0 +1,189 @@
+"""What every screen has in common: the view it draws, status bar, footer, the notice for tiny terminals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Footer, Static
+
+from console.figures import Figures
+from console.formats import NA, clean_line, percent, temperature
+from runtime.interface import Description, HostSample, LogLine, Status
+
+MIN_WIDTH, MIN_HEIGHT = 40, 10
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything the screens show except the conversation; a handler makes the next one, screens draw it."""
+
+    status: Status | None = None
+    description: Description | None = None
+    host: HostSample | None = None
+    host_age_s: float | None = None
+    figures: Figures = field(default_factory=Figures)
+    lines: tuple[LogLine, ...] = ()
+    """The latest events and log lines, oldest first."""
+    problem: str = ""
+    """Why the status cannot be trusted; empty when it can."""
+    notice: str = ""
+    notice_bad: bool = False
+    read_only: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.status.config if self.status is not None else {}
+
+    @property
+    def tree_budget(self) -> int | None:
+        """The budget in force; None while it is not chosen yet."""
+        budget = self.config.get("tree_budget")
+        if budget is None and self.figures.setting is not None and self.figures.setting.mode == "tree":
+            budget = self.figures.setting.tree_budget
+        return budget
+
+    @property
+    def state_words(self) -> str:
+        """The engine's state with its progress, and its reason where it is not simply ready."""
+        if self.problem:
+            return "no answer"
+        if self.status is None:
+            return "starting"
+        words = str(self.status.state)
+        if words == "loading" and self.status.load_progress is not None:
+            words += f" {percent(self.status.load_progress)}"
+        return words
+
+
+class Panel(Static):
+    """A titled block of text that is drawn again only when its text differs."""
+
+    def __init__(self, title: str = "", **options: Any) -> None:
+        super().__init__(markup=False, classes=options.pop("classes", "panel"), **options)
+        self.border_title = title
+        self._drawn: Text | None = None
+
+    def put(self, text: Text) -> None:
+        if self._drawn is None or text != self._drawn or text.spans != self._drawn.spans:
+            self._drawn = text
+            self.update(text)
+
+
+PALETTE = {
+    "good": "bold #4ebf71",
+    "bad": "bold #f0616d",
+    "fair": "bold #ffa62b",
+    "share": "#4ebf71",
+    "stage": "#57a5e2",
+    "bonus": "underline #ffa62b",
+}
+"""Named styles of the screens, for dark themes; the words beside them say the same."""
+LIGHT_PALETTE = {
+    "good": "bold #1a7f37",
+    "bad": "bold #b3122a",
+    "fair": "bold #8a5300",
+    "share": "#1a7f37",
+    "stage": "#0550ae",
+    "bonus": "underline #8a5300",
+}
+STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad"}
+
+
+class StatusBar(Horizontal):
+    """Model, engine, layout, mode, budget, temperature, state."""
+
+    def __init__(self) -> None:
+        super().__init__(id="status")
+
+    def compose(self) -> ComposeResult:
+        yield Panel(classes="bar line", id="facts")
+        yield Panel(classes="bar line", id="state")
+
+    def show(self, view: View) -> None:
+        config = view.config
+        budget = view.tree_budget
+        facts = [
+            clean_line(str(config.get("model", NA))),
+            clean_line(str(config.get("engine", NA))),
+            clean_line(str(config.get("layout", NA))),
+            f"mode {config.get('mode', NA)}",
+            f"budget {'auto' if budget is None and config else NA if budget is None else budget}",
+            f"T {temperature(config.get('temperature'))}",
+        ]
+        self.query_one("#facts", Panel).put(Text(" · ".join(facts), no_wrap=True, overflow="ellipsis"))
+        words = view.state_words
+        style = STATE_STYLES.get(words.split()[0], "fair")
+        state = Text(words, style=style, no_wrap=True)
+        if view.read_only:
+            state = Text.assemble(("read-only ", "bold"), state)
+        self.query_one("#state", Panel).put(state)
+
+
+class NoticeBar(Horizontal):
+    """The screens by number, and the last notice or the engine's reason."""
+
+    def __init__(self, tabs: tuple[tuple[str, str], ...], here: str) -> None:
+        super().__init__(id="notice_bar")
+        self._tabs = tabs
+        self._here = here
+
+    def compose(self) -> ComposeResult:
+        tabs = Text(no_wrap=True)
+        for key, name in self._tabs:
+            mine = name == self._here
+            tabs.append(f"[{key} {name}]" if mine else f" {key} {name} ", "bold reverse" if mine else "")
+            tabs.append(" ")
+        yield Static(tabs, id="tabs")
+        yield Panel(classes="bar", id="notice")
+
+    def show(self, view: View) -> None:
+        text, style = view.notice, "bad" if view.notice_bad else "bold"
+        if not text:
+            style = ""
+            text = view.problem or (view.status.reason if view.status is not None else "")
+        self.query_one("#notice", Panel).put(Text(clean_line(text), style=style))
+
+
+class ConsoleScreen(Screen[None]):
+    """Base of the screens on the number keys. A subclass gives `NAME`, `body()` and `show()`."""
+
+    NAME: ClassVar[str] = ""
+    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (70, "-wide")]
+    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-short"), (30, "-tall")]
+
+    def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:
+        super().__init__()
+        self._tabs = tabs
+
+    def compose(self) -> ComposeResult:
+        yield StatusBar()
+        yield NoticeBar(self._tabs, self.NAME)
+        yield from self.body()
+        yield Footer(show_command_palette=False, compact=True)
+        yield Static(id="too_small")
+
+    def body(self) -> list[Widget]:
+        raise TypeError(f"{type(self).__name__} has no body")
+
+    def show(self, view: View) -> None:
+        """Draws `view`."""
+        if not self.is_mounted:
+            return
+        self.query_one(StatusBar).show(view)
+        self.query_one(NoticeBar).show(view)
+
+    def on_resize(self, event: events.Resize) -> None:
+        tiny = event.size.width < MIN_WIDTH or event.size.height < MIN_HEIGHT
+        self.set_class(tiny, "-tiny")
+        if tiny:
+            here = f"{event.size.width}x{event.size.height}"
+            self.query_one("#too_small", Static).update(
+                Text(f"terminal too small: {here}, {MIN_WIDTH}x{MIN_HEIGHT} needed")
+            )

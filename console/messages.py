@@ -1,0 +1,132 @@
+"""What the bridge tells the app. Frequent messages are batches, or replace a waiting one of their kind."""
+
+from __future__ import annotations
+
+from textual.message import Message
+
+from runtime.interface import (
+    Description,
+    HostSample,
+    LogLine,
+    RequestFinished,
+    RequestStats,
+    RoundStats,
+    Status,
+    StatusChanged,
+    TokenPiece,
+)
+
+
+class Replaceable(Message):
+    """A message of which only the last matters."""
+
+    def can_replace(self, message: Message) -> bool:
+        return type(message) is type(self)
+
+
+class StatusArrived(Replaceable):
+    def __init__(self, status: Status) -> None:
+        super().__init__()
+        self.status = status
+
+
+class HostArrived(Replaceable):
+    def __init__(self, sample: HostSample) -> None:
+        super().__init__()
+        self.sample = sample
+
+
+class DescriptionArrived(Message):
+    def __init__(self, description: Description) -> None:
+        super().__init__()
+        self.description = description
+
+
+class RoundsArrived(Message):
+    """Decode rounds of about a tenth of a second; every round is in exactly one of these."""
+
+    def __init__(self, rounds: tuple[RoundStats, ...]) -> None:
+        super().__init__()
+        self.rounds = rounds
+
+
+class RequestArrived(Message):
+    def __init__(self, stats: RequestStats) -> None:
+        super().__init__()
+        self.stats = stats
+
+
+class StateChanged(Message):
+    def __init__(self, change: StatusChanged) -> None:
+        super().__init__()
+        self.change = change
+
+
+class LinesArrived(Message):
+    """Log lines of the runtime, or captured output of libraries."""
+
+    def __init__(self, lines: tuple[LogLine, ...]) -> None:
+        super().__init__()
+        self.lines = lines
+
+
+class BridgeProblem(Message):
+    """The runtime does not answer as it should; the text is one line, empty when it is well again."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
+class AnswerTokens(Message):
+    """Tokens of one answer, joined up to 20 times a second; none is ever dropped."""
+
+    def __init__(
+        self, turn: int, pieces: tuple[TokenPiece, ...], rounds: int, decode_s: float | None
+    ) -> None:
+        """`rounds`: decode rounds since the answer began; `decode_s`: seconds since its first token."""
+        super().__init__()
+        self.turn = turn
+        self.pieces = pieces
+        self.rounds = rounds
+        self.decode_s = decode_s
+
+
+class AnswerAdmitted(Message):
+    def __init__(self, turn: int, request_id: str, prompt_tokens: int, cached_tokens: int) -> None:
+        super().__init__()
+        self.turn = turn
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+
+
+class AnswerFinished(Message):
+    def __init__(self, turn: int, finished: RequestFinished) -> None:
+        super().__init__()
+        self.turn = turn
+        self.finished = finished
+
+
+class AnswerFailed(Message):
+    def __init__(self, turn: int, reason: str) -> None:
+        super().__init__()
+        self.turn = turn
+        self.reason = reason
+
+
+class ChangeDone(Message):
+    """A change was applied; `text` says which and what it does not reach."""
+
+    def __init__(self, text: str, fields: tuple[str, ...], config: dict[str, object], undo: bool) -> None:
+        super().__init__()
+        self.text = text
+        self.fields = fields
+        self.config = config
+        self.undo = undo
+
+
+class ChangeRefused(Message):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text

@@ -1,0 +1,194 @@
+"""The transcript of a conversation: prompts, answers with bonus tokens marked, figures beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.widgets import Static
+
+from console.conversation import Turn
+from console.formats import NA, clean_line, clean_text, duration, number, rate
+from console.frame import Panel
+
+BLOCK_CHARS = 1500
+"""A longer block of an answer ends at its next line break, so that only a short one is wrapped again."""
+MAX_BLOCK_CHARS = 20_000
+MAX_TURNS = 100
+"""Older turns leave the screen; the conversation keeps them."""
+LEGEND_MARKED = "plain: drafted, accepted · underlined: bonus token, the target's own · d hides"
+LEGEND_PLAIN = "d marks drafted and bonus tokens"
+
+Span = tuple[str, bool]
+"""Cleaned text and whether it was drafted."""
+
+
+class AnswerText(Vertical):
+    """Streamed text in blocks; only the last block changes."""
+
+    def __init__(self, marked: bool) -> None:
+        super().__init__(classes="answer_text")
+        self._marked = marked
+        self._blocks: list[list[Span]] = [[]]
+
+    def compose(self) -> ComposeResult:
+        yield Static(markup=False)
+
+    def append(self, spans: Iterable[Span]) -> None:
+        """Adds text at the end."""
+        for text, drafted in spans:
+            while text:
+                room = self._room(text)
+                if room:
+                    self._blocks[-1].append((text[:room], drafted))
+                text = text[room:]
+                if text:
+                    self._close_block()
+        self._draw(len(self._blocks) - 1)
+
+    def _room(self, text: str) -> int:
+        """Characters of `text` that still belong into the last block."""
+        length = sum(len(part) for part, _ in self._blocks[-1])
+        at = text.find("\n", max(BLOCK_CHARS - length, 0))
+        limit = max(MAX_BLOCK_CHARS - length, 0)
+        return min(at if at >= 0 else len(text), limit)
+
+    def _close_block(self) -> None:
+        self._draw(len(self._blocks) - 1)
+        self._blocks.append([])
+        self.mount(Static(markup=False))
+
+    def mark(self, marked: bool) -> None:
+        """Draws everything again with or without the marks of bonus tokens."""
+        self._marked = marked
+        for index in range(len(self._blocks)):
+            self._draw(index)
+
+    def _draw(self, index: int) -> None:
+        text = Text(overflow="fold")
+        for part, drafted in self._blocks[index]:
+            bare = part.strip()
+            if drafted or not self._marked or not bare:
+                text.append(part)
+                continue
+            start = part.index(bare)
+            text.append(part[:start])
+            text.append(bare, "bonus")
+            text.append(part[start + len(bare) :])
+        if index and text.plain.startswith("\n"):
+            text = text[1:]
+        self.query(Static)[index].update(text)
+
+
+class TurnView(Vertical):
+    """One prompt, its answer and the answer's figures."""
+
+    def __init__(self, turn: Turn, marked: bool) -> None:
+        super().__init__(classes="turn")
+        self.turn = turn
+        self._marked = marked
+        self._text = AnswerText(marked)
+        self._figures = Panel(classes="answer_figures line")
+        self._foot = Panel(classes="answer_foot")
+
+    def compose(self) -> ComposeResult:
+        yield Static(Text("> " + clean_text(self.turn.prompt), style="bold"), classes="asked")
+        yield Horizontal(self._text, self._figures, classes="answer")
+        yield self._foot
+
+    def append(self, spans: Iterable[Span]) -> None:
+        self._text.append(spans)
+
+    def mark(self, marked: bool) -> None:
+        self._text.mark(marked)
+
+    def show(self, waiting: str) -> None:
+        """Draws the figures; `waiting` says why there is no token yet."""
+        self._figures.put(figures_text(self.turn))
+        foot = foot_text(self.turn, waiting)
+        self._foot.display = bool(foot)
+        self._foot.put(foot)
+
+
+def figures_text(turn: Turn) -> Text:
+    tokens = turn.stats.output_tokens if turn.stats is not None else len(turn.pieces)
+    rounds = turn.stats.rounds if turn.stats is not None else turn.rounds
+    text = Text(f"accept {number(turn.accept_length)}\n", no_wrap=True)
+    text.append(f"{rate(turn.tok_s)} tok/s\n")
+    text.append(f"{tokens} tok, {rounds} rounds\n", "dim")
+    stats = turn.stats
+    text.append(f"TTFT {duration(stats.ttft_s) if stats is not None else NA}", "dim")
+    return text
+
+
+FINISH_WORDS = {"length": "ended at the token limit", "cancelled": "cancelled", "error": "failed"}
+
+
+def foot_text(turn: Turn, waiting: str) -> Text:
+    """What is worth saying under an answer: why it waits, how it ended, why it was decoded plainly."""
+    parts: list[str] = []
+    if not turn.ended and not turn.pieces:
+        parts.append(waiting)
+    if turn.stats is not None:
+        if turn.stats.finish_reason in FINISH_WORDS:
+            parts.append(FINISH_WORDS[turn.stats.finish_reason])
+        if turn.stats.plain_reason:
+            parts.append(f"decoded plainly: {turn.stats.plain_reason}")
+        if turn.stats.cached_tokens:
+            parts.append(f"{turn.stats.cached_tokens} of {turn.stats.prompt_tokens} prompt tokens reused")
+    if turn.error:
+        parts.append(turn.error)
+    return Text(clean_line(" · ".join(parts)), style="bad" if turn.error else "dim italic")
+
+
+class Transcript(VerticalScroll):
+    """All turns; follows the end unless scrolled up."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "scroll_down", "down", show=False, tooltip="Scroll down."),
+        Binding("k", "scroll_up", "up", show=False, tooltip="Scroll up."),
+        Binding("g", "scroll_home", "top", show=False, tooltip="To the beginning."),
+        Binding("G", "scroll_end", "end", show=False, tooltip="To the end, and follow it."),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(id="transcript")
+        self.marked = True
+
+    def compose(self) -> ComposeResult:
+        yield Static(
+            "Ask the model something: i goes to the input, Enter sends, Esc leaves it.",
+            id="empty",
+            markup=False,
+        )
+
+    def on_mount(self) -> None:
+        self.anchor()
+
+    def begin(self, turn: Turn) -> TurnView:
+        self.query_one("#empty").display = False
+        shown = list(self.query(TurnView))
+        for old in shown[: max(len(shown) + 1 - MAX_TURNS, 0)]:
+            old.remove()
+        view = TurnView(turn, self.marked)
+        self.mount(view)
+        self.anchor()
+        return view
+
+    def forget(self, turn: Turn) -> None:
+        for view in self.query(TurnView):
+            if view.turn is turn:
+                view.remove()
+
+    def clear(self) -> None:
+        self.query(TurnView).remove()
+        self.query_one("#empty").display = True
+
+    def toggle_marks(self) -> None:
+        self.marked = not self.marked
+        for view in self.query(TurnView):
+            view.mark(self.marked)

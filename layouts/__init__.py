@@ -1,0 +1,1 @@
+"""Parallelism layouts: presets, fit and evidence."""

@@ -1,0 +1,1 @@
+"""The DDTree serving runtime. Importing this package loads neither torch nor transformers."""

@@ -1,0 +1,170 @@
+"""Start-up measurements on this host: what a round costs by tree size, the default budget, and the baselines.
+
+The best budget depends on how much a verify of more rows costs here and on how much acceptance it buys, so it is
+chosen from measured step times and the drafter's measured accept lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from runtime.attention import Segment, Step, causal_mask
+from runtime.engine import Engine
+from runtime.interface import Baseline, GenerateRequest, Mode, RequestFinished, SamplingParams
+from runtime.loader import Loaded
+
+CANDIDATE_BUDGETS = (4, 6, 8, 11, 16, 24, 31)
+FALLBACK_BUDGET = 11
+"""Used where the drafter brings no measured accept lengths."""
+CONTEXT_ROWS = 128
+REPEATS = 4
+BASELINE_PROMPT = "Explain in a few sentences why the sky is blue and sunsets are red."
+BASELINE_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The chosen budget, the predicted tok/s it was chosen by (budget 0 = plain), and a line saying so."""
+
+    tree_budget: int
+    predicted_tok_s: Mapping[int, float]
+    summary: str
+
+
+def measured_accept_lengths(loaded: Loaded) -> dict[int, float]:
+    """Mean accept length by budget over the drafter's measured sets at temperature 0, from its config.json."""
+    if loaded.drafter_path is None:
+        return {}
+    config = json.loads((loaded.drafter_path / "config.json").read_text(encoding="utf-8"))
+    table = (config.get("ddtree") or {}).get("measured", {}).get("accept_length", {})
+    by_budget: dict[int, list[float]] = {}
+    for cells in table.values():
+        for name, value in cells.items():
+            if name.startswith("tree"):
+                by_budget.setdefault(int(name.removeprefix("tree")), []).append(float(value))
+    return {budget: statistics.fmean(values) for budget, values in by_budget.items()}
+
+
+def interpolate(points: Mapping[int, float], at: int) -> float:
+    """Piecewise-linear value at `at`, flat beyond the ends."""
+    known = sorted(points)
+    if at <= known[0]:
+        return points[known[0]]
+    for low, high in zip(known, known[1:], strict=False):
+        if at <= high:
+            share = (at - low) / (high - low)
+            return points[low] * (1 - share) + points[high] * share
+    return points[known[-1]]
+
+
+@torch.inference_mode()
+def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float]:
+    """Median seconds of one target forward with logits over `rows` new rows behind a short prefix, on idle slots."""
+    target, cache = loaded.models.target, loaded.models.cache
+    extent = cache.allocate(CONTEXT_ROWS + max(rows))
+    if extent is None:
+        raise RuntimeError("calibration needs free slots; run it before requests")
+    try:
+        return {count: statistics.median(_time_rows(target, cache, extent.start, count)) for count in rows}
+    finally:
+        cache.free(extent)
+
+
+def _time_rows(target, cache, start: int, rows: int) -> list[float]:  # type: ignore[no-untyped-def]
+    device = target.device
+    positions = torch.arange(CONTEXT_ROWS, CONTEXT_ROWS + rows, device=device)
+    step = Step.of(cache.target, [Segment(start, CONTEXT_ROWS, rows, causal_mask(rows, device), positions)])
+    token_ids = torch.arange(rows, device=device) % target.vocab_size
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        target.logits(target.forward(token_ids, positions, step).hidden).argmax(-1).tolist()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
+
+
+def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:
+    """The candidate budget of highest predicted tok/s at concurrency 1.
+
+    `draft_seconds` is what drafting and tree building take; a round yields the drafter's measured accept length.
+    """
+    accepts = measured_accept_lengths(loaded)
+    allowed = [budget for budget in CANDIDATE_BUDGETS if budget <= loaded.limits.max_tree_budget]
+    if not accepts or not allowed:
+        budget = min(FALLBACK_BUDGET, loaded.limits.max_tree_budget)
+        return Calibration(budget, {}, f"tree budget {budget}: the drafter brings no measured accept lengths")
+    verify = verify_seconds(loaded, [1, *(budget + 1 for budget in allowed)])
+    predicted = {0: 1 / verify[1]}
+    for budget in allowed:
+        predicted[budget] = interpolate(accepts, budget) / (verify[budget + 1] + draft_seconds)
+    best = max(allowed, key=lambda budget: predicted[budget])
+    gain = predicted[best] / predicted[0]
+    return Calibration(
+        best,
+        predicted,
+        f"tree budget {best}: predicted {gain:.1f}x plain from step times measured at start-up "
+        f"and the drafter's measured accept lengths",
+    )
+
+
+def calibrate(engine: Engine) -> Calibration:
+    """Measures this host with an idle engine and returns the budget to use by default."""
+    loaded = engine.loaded
+    if loaded.no_drafter_reason is not None:
+        return Calibration(0, {}, f"plain decoding: {loaded.no_drafter_reason}")
+    stages: list[tuple[float, ...]] = []
+    _run(engine, "tree", FALLBACK_BUDGET, 12, stages)
+    timed = stages[1:] or stages
+    draft_seconds = statistics.median(sum(stage) - stage[2] for stage in timed) if timed else 0.0
+    return choose_budget(loaded, draft_seconds)
+
+
+def measure_baselines(engine: Engine) -> tuple[Baseline, ...]:
+    """Plain and chain decoding of one fixed prompt on the idle engine: what speculation is compared with."""
+    modes: list[tuple[Mode, int]] = [("off", 0)]
+    if engine.loaded.no_drafter_reason is None:
+        modes.append(("chain", engine.models.draft_horizon))
+    baselines = []
+    for mode, budget in modes:
+        rate = _run(engine, mode, budget, BASELINE_TOKENS, [])
+        if rate is not None:
+            baselines.append(
+                Baseline(
+                    mode=mode,
+                    tree_budget=budget,
+                    tok_s=rate,
+                    measured_at_s=time.time(),
+                    conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, at start-up",
+                )
+            )
+    return tuple(baselines)
+
+
+def _run(engine: Engine, mode: Mode, budget: int, tokens: int, stages: list[tuple[float, ...]]) -> float | None:
+    """Decodes one fixed prompt; returns tok/s and appends the stage times of its rounds to `stages`."""
+    finished: list[RequestFinished] = []
+
+    def sink(event: object) -> None:
+        if isinstance(event, RequestFinished):
+            finished.append(event)
+
+    request = GenerateRequest(
+        prompt=BASELINE_PROMPT,
+        sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
+        mode=mode,
+        tree_budget=min(budget, engine.loaded.limits.max_tree_budget),
+        reuse_prefix=False,
+        client="calibration",
+    )
+    engine.submit(request, sink)
+    while engine.busy:
+        stats = engine.step()
+        if stats is not None:
+            stages.append(stats.stage_s)
+    return finished[0].stats.tok_s

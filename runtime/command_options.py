@@ -1,0 +1,163 @@
+"""What the commands share: configuration options, machine-readable answers, progress on a terminal.
+
+Light on purpose: `ddtree --help` imports it, so pydantic and everything heavier loads inside functions.
+"""
+
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import typer
+
+SCHEMA = 1
+"""Version of the shape of every `--json` answer."""
+
+Number = TypeVar("Number", int, float)
+
+
+class ConfigOption(NamedTuple):
+    metavar: str
+    help: str
+
+
+CONFIG_OPTIONS: Mapping[str, ConfigOption] = {
+    "model": ConfigOption("NAME|PATH", "Target: an embedded model, a .gguf file or a Hugging Face folder."),
+    "drafter": ConfigOption(
+        "PATH", "Drafter folder in DFlash format; auto = the model's own; none = no drafter."
+    ),
+    "mode": ConfigOption("off|chain|tree", "Speculation mode."),
+    "tree_budget": ConfigOption(
+        "N", "Most draft nodes in a tree, root excluded; auto = calibrated; 0 = plain."
+    ),
+    "block_size": ConfigOption("N", "Tokens in a draft block, root included; auto = as trained."),
+    "temperature": ConfigOption("T", "Sampling temperature, 0 to 2; 0 = greedy."),
+    "top_p": ConfigOption("P", "Keep the likeliest tokens that reach this probability."),
+    "top_k": ConfigOption("K", "Keep the K likeliest tokens; 0 = no limit."),
+    "max_tokens": ConfigOption("N", "Most output tokens."),
+    "threads": ConfigOption("N", "CPU threads; auto = physical cores."),
+    "device": ConfigOption("NAME", "auto, cpu, cuda or cuda:N."),
+    "dtype": ConfigOption(
+        "auto|float32|bfloat16", "Number format; auto = float32 on a CPU, bfloat16 on a GPU."
+    ),
+    "max_seq_len": ConfigOption("N", "Context limit in tokens, prompt and output."),
+    "max_concurrency": ConfigOption("N", "Requests decoded together."),
+    "max_tree_budget": ConfigOption("N", "Largest budget a live change may set."),
+}
+"""Configuration fields that have a command-line option, named after the field. All values pass as text to
+`runtime.config.resolve`, so that an option, a variable and a line of the file are read and refused alike."""
+
+ENGINE_OPTIONS = (
+    "model",
+    "drafter",
+    "block_size",
+    "threads",
+    "device",
+    "dtype",
+    "max_seq_len",
+    "max_concurrency",
+    "max_tree_budget",
+)
+SAMPLING_OPTIONS = ("mode", "tree_budget", "temperature", "top_p", "top_k", "max_tokens")
+
+
+def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command `--config` and the options of `names`; it receives them resolved as its argument `resolved`.
+
+    What was set wrongly raises ConfigRejected before the command runs; warnings go to stderr.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != "resolved"]
+
+        @functools.wraps(command)
+        def run(config: Path | None = None, **arguments: Any) -> Any:
+            from runtime.config import resolve
+
+            resolved = resolve({name: arguments.pop(name, None) for name in names}, os.environ, config)
+            for warning in resolved.warnings:
+                tell(f"warning: {warning}")
+            return command(resolved=resolved, **arguments)
+
+        added = [("config", Path | None, typer.Option(metavar="FILE", help="Configuration file (TOML)."))]
+        added += [(name, str | None, typer.Option(**CONFIG_OPTIONS[name]._asdict())) for name in names]
+        parameters = own + [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+            )
+            for name, kind, option in added
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    """Parse a list such as "0,8,16", repeated values once; raises a usage error naming `option`."""
+    try:
+        values = dict.fromkeys(kind(each) for each in text.split(","))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise typer.BadParameter(f"{text!r} is not a list of {what} such as 0,1", param_hint=option) from None
+    return tuple(values)
+
+
+def words(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Parse a list such as "off,tree", repeated values once; raises a usage error naming `option`."""
+    values = dict.fromkeys(each.strip() for each in text.split(","))
+    for each in values:
+        if each not in known:
+            raise typer.BadParameter(f"{each!r} is not one of {', '.join(known)}", param_hint=option)
+    return tuple(values)
+
+
+def tell(message: str) -> None:
+    """Write one message for the person, apart from the results on stdout."""
+    print(f"ddtree: {message}", file=sys.stderr, flush=True)
+
+
+def emit_json(answer: Mapping[str, Any]) -> None:
+    """Write one answer as one line of JSON on stdout; figures that are not finite become null."""
+    print(json.dumps(_finite({"schema": SCHEMA, **answer}), allow_nan=False), flush=True)
+
+
+class ProgressLine:
+    """One line on stderr that is rewritten in place; silent where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._shown = False
+        self._active = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+    def __call__(self, text: str) -> None:
+        if self._active:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            print(f"\r\x1b[K{text[: max(width - 1, 0)]}", end="", file=sys.stderr, flush=True)
+            self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.clear()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,196 @@
+"""Loads everything an engine needs and refuses what does not fit, before memory is taken where possible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.admission import Limits
+from runtime.config import RuntimeConfig
+from runtime.drafter import Drafter, DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
+from runtime.interface import ConfigRejected
+from runtime.kv_cache import Geometry, KVCache
+from runtime.linear import choose_linear, replace_linears
+from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
+from runtime.round import Models
+from runtime.target import TargetModel
+from runtime.tokenizer import ChatTokenizer
+
+DEFAULT_CONTEXT = 4096
+
+Progress = Callable[[float, str], None]
+"""Called with the share done, 0 to 1, and what is being done."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target with its drafter and slots, ready to run."""
+
+    models: Models
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+    limits: Limits
+    drafter_path: Path | None
+    no_drafter_reason: str | None
+    """Why nothing can be drafted; None if it can."""
+    linear: str
+    threads: int
+
+
+def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
+    """Loads target and drafter as `config` says; raises ConfigRejected with one line on what does not fit."""
+    threads = _set_threads(config)
+    device = _device(config)
+    dtype = _dtype(config, device)
+    progress(0.05, "opening the model")
+    try:
+        checkpoint = open_checkpoint(
+            config.model,
+            allow_fetch=True,
+            progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
+        )
+        folder, drafter_config, reason = _drafter(config, checkpoint)
+        tokenizer = checkpoint.load_tokenizer()
+        _check_tokenizers(tokenizer, checkpoint, folder)
+        limits = _limits(config, checkpoint, tokenizer, drafter_config)
+        progress(0.5, "loading the target")
+        factory, linear = choose_linear(config.linear, dtype, device)
+        taps = drafter_config.target_layer_ids if drafter_config else ()
+        target = TargetModel(checkpoint, taps=taps, dtype=dtype, device=device, linear=factory)
+        target.limit_vocabulary(tokenizer.vocab_size)
+        progress(0.8, "loading the drafter")
+        drafter: Drafter | None = None
+        if folder is not None and drafter_config is not None:
+            drafter = load_drafter(folder, drafter_config, dtype, device)
+            replace_linears(drafter, factory)
+    except (CheckpointError, DrafterMismatch) as refused:
+        raise ConfigRejected(str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model") from None
+    except ValueError as refused:
+        raise ConfigRejected(str(refused)) from None
+    cache = KVCache(
+        target.geometry,
+        _drafter_geometry(drafter_config, dtype) if drafter_config else None,
+        limits.kv_slots,
+        device,
+    )
+    block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
+    return Loaded(
+        models=Models(target, drafter, cache, block_size, config.draft_noise),
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        limits=limits,
+        drafter_path=folder,
+        no_drafter_reason=reason,
+        linear=linear + ("" if target.fused else ", transformers modules"),
+        threads=threads,
+    )
+
+
+def _set_threads(config: RuntimeConfig) -> int:
+    threads = config.threads or physical_cores()
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    return threads
+
+
+def physical_cores() -> int:
+    """Physical cores this process may use; hyperthreads share the arithmetic units, so they are not counted."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        import psutil
+
+        return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+    except ImportError:
+        return max(1, allowed)
+
+
+def _device(config: RuntimeConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigRejected(f"device: {config.device!r} is no device; use cpu, cuda or cuda:N", "device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigRejected(f"device: {config.device!r} is not supported; use cpu, cuda or cuda:N", "device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise ConfigRejected(f"device: {config.device!r} is not there, torch sees {found} CUDA devices", "device")
+    return device
+
+
+def _dtype(config: RuntimeConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _drafter(
+    config: RuntimeConfig, checkpoint: Checkpoint
+) -> tuple[Path | None, DrafterConfig | None, str | None]:
+    """Folder and configuration of the drafter, checked against the target; or the reason why there is none."""
+    stateful = unrewindable_layers(checkpoint.config)
+    if stateful:
+        kinds = ", ".join(stateful)
+        reason = f"target {checkpoint.name} has layers whose state cannot be rewound ({kinds})"
+        if config.drafter not in (None, "none"):
+            raise ConfigRejected(f"drafter: {reason}, so nothing may be drafted for it; use drafter = 'none'", "drafter")
+        return None, None, reason
+    if config.drafter == "none":
+        return None, None, "no drafter, as configured (drafter = 'none')"
+    folder = Path(config.drafter).expanduser() if config.drafter else shipped_drafter(checkpoint.name)
+    if folder is None:
+        return None, None, f"no drafter is shipped for {checkpoint.name}; give one with --drafter"
+    drafter = read_drafter_config(folder)
+    drafter.check_target(checkpoint.config, str(folder), checkpoint.name)
+    if config.block_size is not None and config.block_size > drafter.block_size:
+        raise ConfigRejected(
+            f"block_size: {config.block_size} is above the {drafter.block_size} the drafter {folder} was trained "
+            f"with; use 1 to {drafter.block_size}",
+            "block_size",
+        )
+    if config.block_size == 1:
+        return folder, drafter, "block_size 1 leaves no draft position"
+    return folder, drafter, None
+
+
+def _check_tokenizers(tokenizer: ChatTokenizer, checkpoint: Checkpoint, folder: Path | None) -> None:
+    """Refuses a drafter folder that carries another tokenizer than the target's."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return
+    theirs = ChatTokenizer.from_folder(folder)
+    sample = "The quick brown fox: def f(x):\n    return 12345 * x  # é 中文 🙂"
+    if theirs.vocab_size != tokenizer.vocab_size or theirs.encode(sample) != tokenizer.encode(sample):
+        raise DrafterMismatch(
+            f"drafter {folder} does not fit target {checkpoint.name}: its tokenizer ({theirs.vocab_size} tokens) is not "
+            f"the target's ({tokenizer.vocab_size} tokens); choose the drafter trained for this target"
+        )
+
+
+def _limits(
+    config: RuntimeConfig, checkpoint: Checkpoint, tokenizer: ChatTokenizer, drafter: DrafterConfig | None
+) -> Limits:
+    own = int(checkpoint.config.get("max_position_embeddings") or DEFAULT_CONTEXT)
+    if config.max_seq_len is not None and config.max_seq_len > own:
+        raise ConfigRejected(
+            f"max_seq_len: {config.max_seq_len} is above the {own} positions {checkpoint.name} was trained for",
+            "max_seq_len",
+        )
+    context = config.max_seq_len or min(own, DEFAULT_CONTEXT)
+    reserve = max(config.max_tree_budget + 1, drafter.block_size if drafter else 1)
+    return Limits(
+        max_seq_len=context,
+        max_tree_budget=config.max_tree_budget,
+        kv_slots=config.kv_slots or (config.max_concurrency + 1) * (context + reserve),
+        slot_reserve=reserve,
+        vocab_size=min(tokenizer.vocab_size, int(checkpoint.config["vocab_size"])),
+        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+    )
+
+
+def _drafter_geometry(config: DrafterConfig, dtype: torch.dtype) -> Geometry:
+    return Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)

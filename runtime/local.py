@@ -1,0 +1,342 @@
+"""LocalRuntime: the engine in a thread of this process, behind the Runtime interface.
+
+Constructing one returns at once and imports nothing heavy: the engine's thread loads torch and the model. Callers are
+asyncio code; the only things that cross are commands in a queue and events handed to the caller's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from runtime.changes import plan_change, undo_note
+from runtime.config import RuntimeConfig
+from runtime.interface import (
+    Baseline,
+    ChangePlan,
+    ChangeReport,
+    ConfigRejected,
+    Description,
+    EngineState,
+    GenerateEvent,
+    GenerateRequest,
+    LogLine,
+    RequestFinished,
+    RequestStats,
+    RuntimeFault,
+    RuntimeUnavailable,
+    Status,
+    StatusChanged,
+    TreeTrace,
+    WatchEvent,
+)
+from runtime.telemetry import HostSampler
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+log = logging.getLogger("ddtree")
+T = TypeVar("T")
+
+HOST_SAMPLE_SECONDS = 1.0
+WATCH_QUEUE = 512
+"""Events a watcher may be behind by; older ones are dropped, never waited for."""
+FINISHED_KEPT = 64
+
+
+class _Watcher:
+    """A bounded queue from the engine's thread into one asyncio loop; wakes the loop once however many events wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[WatchEvent] = deque(maxlen=WATCH_QUEUE)
+        self._ready = asyncio.Event()
+        self._woken = False
+
+    def post(self, event: WatchEvent) -> None:
+        self._events.append(event)
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the watcher's loop has closed
+                self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def next(self) -> list[WatchEvent]:
+        await self._ready.wait()
+        self._ready.clear()
+        self._woken = False
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+
+class LocalRuntime:
+    """Runtime over an engine thread. `config` is what it was started with."""
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._config = config
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._watchers: list[_Watcher] = []
+        self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
+        self._state, self._reason = EngineState.LOADING, "starting"
+        self._progress = 0.0
+        self._revision = 1
+        self._last_change: str | None = None
+        self._baselines: tuple[Baseline, ...] = ()
+        self._calibration: str | None = None
+        self._errors: tuple[str, ...] = ()
+        self._engine: Engine | None = None
+        self._started_at = time.time()
+        self._closing = threading.Event()
+        self._settled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddtree-engine", daemon=True)
+        self._sampler = threading.Thread(target=self._sample_host, name="ddtree-host", daemon=True)
+        self._thread.start()
+        self._sampler.start()
+
+    async def wait_ready(self) -> None:
+        """Returns when the engine serves; raises RuntimeUnavailable or ConfigRejected when it failed to load."""
+        while not self._settled.is_set():
+            await asyncio.sleep(0.02)
+        if self._state is EngineState.FAILED:
+            raise self._load_error
+
+    async def describe(self) -> Description:
+        config, engine = self._config, self._engine
+        loaded = engine.loaded if engine else None
+        drafter = loaded.models.drafter if loaded else None
+        return Description(
+            engine=config.engine,
+            target=loaded.checkpoint.name if loaded else config.model,
+            target_digest=None,
+            drafter=str(loaded.drafter_path) if loaded and loaded.drafter_path else None,
+            architecture=str(loaded.checkpoint.config["architectures"][0]) if loaded else None,
+            block_size=drafter.config.block_size if drafter else None,
+            max_tree_budget=loaded.limits.max_tree_budget if loaded else config.max_tree_budget,
+            max_seq_len=loaded.limits.max_seq_len if loaded else config.max_seq_len or 0,
+            max_concurrency=config.max_concurrency,
+            vocab_size=loaded.limits.vocab_size if loaded else None,
+            dtype=str(loaded.models.target.dtype).removeprefix("torch.") if loaded else None,
+            device=str(loaded.models.target.device) if loaded else None,
+            threads=loaded.threads if loaded else None,
+            linear=loaded.linear if loaded else None,
+            host=platform.node(),
+            pid=os.getpid(),
+            speculation="loading"
+            if loaded is None
+            else "ready"
+            if loaded.no_drafter_reason is None
+            else f"inactive: {loaded.no_drafter_reason}",
+        )
+
+    async def status(self) -> Status:
+        engine = self._engine
+        scheduler = engine.scheduler if engine else None
+        config = self._config.model_dump()
+        if engine is not None and config["tree_budget"] is None:
+            config["tree_budget"] = engine.default_budget
+        return Status(
+            state=self._state,
+            reason=self._reason,
+            revision=self._revision,
+            config=config,
+            running=len(scheduler.running) if scheduler else 0,
+            waiting=len(scheduler.waiting) if scheduler else 0,
+            slots_used=scheduler.slots_used if scheduler else 0,
+            slots_cached=scheduler.prefixes.slots if scheduler else 0,
+            slots_total=scheduler.cache.slots if scheduler else 0,
+            started_at_s=self._started_at,
+            load_progress=self._progress if self._state is EngineState.LOADING else None,
+            baselines=self._baselines,
+            calibration=self._calibration,
+            errors=self._errors,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[GenerateEvent] = asyncio.Queue()
+
+        def sink(event: GenerateEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop has closed
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request_id = await self._call(lambda engine: engine.submit(request, sink))
+        finished = False
+        try:
+            while not finished:
+                event = await events.get()
+                finished = isinstance(event, RequestFinished)
+                yield event
+        finally:
+            if not finished:
+                self._post(lambda engine: engine.cancel(request_id))
+
+    async def cancel(self, request_id: str) -> bool:
+        return await self._call(lambda engine: engine.cancel(request_id))
+
+    async def watch(self) -> AsyncIterator[WatchEvent]:
+        watcher = _Watcher(asyncio.get_running_loop())
+        self._watchers.append(watcher)
+        try:
+            while True:
+                for event in await watcher.next():
+                    yield event
+        finally:
+            self._watchers.remove(watcher)
+
+    async def requests(self) -> tuple[RequestStats, ...]:
+        running = await self._call(lambda engine: engine.requests())
+        return running + tuple(reversed(self._finished))
+
+    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
+        return await self._call(lambda engine: engine.trace(request_id))
+
+    async def preview(self, change: dict[str, Any]) -> ChangePlan:
+        status = await self.status()
+        running = await self._call(lambda engine: engine.requests()) if self._engine else ()
+        return plan_change(self._config, change, self._revision, running, status.config["tree_budget"])
+
+    async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
+        plan = await self.preview(change)
+        if revision != self._revision:
+            raise ConfigRejected(
+                f"revision: the change was made for revision {revision}, the configuration is at {self._revision} "
+                f"({self._last_change}); look at it and apply again",
+                "revision",
+            )
+        if not plan.allowed:
+            raise ConfigRejected(plan.summary, next((c.field for c in plan.changes if c.effect != "live"), None))
+        if not plan.changes:
+            return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
+        changed = self._config.changed({each.field: each.new for each in plan.changes})
+
+        def install(engine: Engine) -> None:
+            engine.config = changed
+
+        await self._call(install)
+        self._config = changed
+        self._revision += 1
+        self._last_change = undo_note(plan, author)
+        self._set_state(self._state, self._reason)
+        return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
+
+    async def aclose(self) -> None:
+        self._closing.set()
+        self._commands.put(None)
+        while self._thread.is_alive():
+            await asyncio.sleep(0.01)
+
+    async def _call(self, act: Callable[[Engine], T]) -> T:
+        """Runs `act` in the engine's thread between two rounds and returns its result."""
+        if self._state is not EngineState.READY:
+            raise RuntimeUnavailable(f"the engine is {self._state.value}: {self._reason}")
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                assert self._engine is not None
+                future.set_result(act(self._engine))
+            except Exception as failure:  # handed to the caller, who raises it
+                future.set_exception(failure)
+
+        self._commands.put(command)
+        return await asyncio.wrap_future(future)
+
+    def _post(self, act: Callable[[Engine], object]) -> None:
+        """Like `_call`, without waiting."""
+        self._commands.put(lambda: act(self._engine) if self._engine else None)  # type: ignore[arg-type, return-value]
+
+    def _run(self) -> None:
+        """The engine's thread: load, then commands and steps until closed."""
+        try:
+            self._load()
+        except RuntimeFault as refused:
+            self._fail(refused)
+            return
+        except Exception as failure:  # any other fault of loading is stated, logged with its trace, and ends the engine
+            log.exception("the engine failed to load")
+            self._fail(RuntimeUnavailable(f"the engine failed to load: {type(failure).__name__}: {failure}"))
+            return
+        engine = self._engine
+        assert engine is not None
+        while not self._closing.is_set():
+            self._obey(block=not engine.busy)
+            if engine.busy and not self._closing.is_set():
+                self._step(engine)
+        for stats in engine.requests():
+            engine.cancel(stats.request_id, "cancelled", "the runtime was closed")
+
+    def _load(self) -> None:
+        self._set_progress(0.01, "importing torch")
+        from runtime.calibrate import calibrate, measure_baselines
+        from runtime.engine import Engine
+        from runtime.loader import load
+
+        loaded = load(self._config, self._set_progress)
+        engine = Engine(loaded, self._config, default_budget=0)
+        self._set_progress(0.9, "measuring this host")
+        calibration = calibrate(engine)
+        engine.default_budget = calibration.tree_budget
+        self._calibration = calibration.summary
+        self._baselines = measure_baselines(engine)
+        self._engine = engine
+        self._set_state(EngineState.READY, "serving")
+        self._settled.set()
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            stats = engine.step()
+        except Exception as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
+            log.exception("a decode step failed")
+            reason = f"a decode step failed: {type(failure).__name__}: {failure}"
+            self._errors = (*self._errors[-9:], reason)
+            for running in engine.requests():
+                engine.cancel(running.request_id, "error", reason)
+            self._publish(LogLine(time_s=time.time(), level="error", text=reason))
+            return
+        if stats is not None:
+            self._publish(stats)
+
+    def _obey(self, block: bool) -> None:
+        """Runs waiting commands; with `block`, waits for one."""
+        try:
+            command = self._commands.get(block=block)
+            while command is not None:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _fail(self, error: RuntimeFault) -> None:
+        self._load_error = error
+        self._set_state(EngineState.FAILED, str(error))
+        self._settled.set()
+
+    def _set_progress(self, share: float, what: str) -> None:
+        if self._closing.is_set():
+            raise RuntimeUnavailable("closed while loading")
+        self._progress = share
+        self._set_state(EngineState.LOADING, what)
+
+    def _set_state(self, state: EngineState, reason: str) -> None:
+        self._state, self._reason = state, reason
+        self._publish(StatusChanged(state=state, reason=reason, revision=self._revision))
+
+    def _publish(self, event: WatchEvent) -> None:
+        for watcher in tuple(self._watchers):
+            watcher.post(event)
+
+    def _sample_host(self) -> None:
+        sampler = HostSampler()
+        while not self._closing.wait(HOST_SAMPLE_SECONDS):
+            self._publish(sampler.sample())

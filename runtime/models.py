@@ -1,0 +1,353 @@
+"""Target checkpoints: opening the default model, a GGUF file or a Hugging Face folder, and loading its parts.
+
+Opening reads only headers and JSON; torch is imported when weights are loaded, the tokenizer when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.gguf import CheckpointError, GgufFile, UnsupportedCheckpoint, read_gguf
+from runtime.gguf_llama import hf_config, hf_generation_config, hf_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.tokenizer import ChatTokenizer
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "SUPPORTED_ARCHITECTURES",
+    "Checkpoint",
+    "CheckpointError",
+    "UnsupportedCheckpoint",
+    "list_cached_models",
+    "open_checkpoint",
+    "shipped_drafter",
+    "unrewindable_layers",
+]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MistralForCausalLM",
+)
+
+# Layer types whose only state is a key/value cache, which a rejected draft leaves by forgetting positions.
+_REWINDABLE_LAYERS = frozenset(
+    {
+        "attention",
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "global_attention",
+        "local_attention",
+    }
+)
+
+# What keeps the state in architectures that do not list their layers one by one.
+_STATEFUL_MODELS = {
+    "bamba": "mamba2",
+    "falcon_h1": "mamba2",
+    "falcon_mamba": "mamba",
+    "granitemoehybrid": "mamba2",
+    "jamba": "mamba",
+    "kimi_linear": "linear_attention",
+    "lfm2": "conv",
+    "lfm2_moe": "conv",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "minimax": "linear_attention",
+    "nemotron_h": "mamba2",
+    "olmo_hybrid": "linear_attention",
+    "plamo2": "mamba2",
+    "qwen3_5": "linear_attention",
+    "qwen3_5_moe": "linear_attention",
+    "qwen3_next": "linear_attention",
+    "recurrent_gemma": "recurrent",
+    "rwkv": "rwkv",
+    "xlstm": "xlstm",
+    "zamba": "mamba",
+    "zamba2": "mamba2",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened target: `config` is its `config.json`, `eos_token_ids` every id that ends a generation."""
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    eos_token_ids: tuple[int, ...]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    gguf: GgufFile | None = field(default=None, repr=False)
+
+    def digest(self) -> str:
+        """Return the SHA-256 (hex) of the GGUF file, or of the folder's safetensors files in order of name.
+
+        The first call reads every byte of the weights; later ones return the kept value.
+        """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return sha256_of([self.path] if self.gguf else _weight_files(self.path))
+
+    def load_state(self) -> dict[str, torch.Tensor]:
+        """Return the weights by Hugging Face parameter name, on the CPU, without a tied head.
+
+        Dtypes are those of the folder; a GGUF file is dequantised to float32.
+
+        Raises:
+            CheckpointError: no safetensors file, a damaged one, or a quantised folder.
+        """
+        import torch
+
+        if self.gguf is not None:
+            return {name: torch.from_numpy(array) for name, array in hf_weights(self.gguf, self.config)}
+        quantised = self.config.get("quantization_config")
+        if quantised:
+            method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+            raise UnsupportedCheckpoint(
+                f"{self.path}: weights quantised with {method!r} are not supported by the native engine;"
+                " give the unquantised model"
+            )
+        state = _load_safetensors(_weight_files(self.path))
+        if self.config.get("tie_word_embeddings", False):
+            state.pop("lm_head.weight", None)
+        return state
+
+    def load_tokenizer(self) -> ChatTokenizer:
+        """Return the checkpoint's tokenizer with its chat template.
+
+        Raises:
+            CheckpointError: no fast tokenizer in the folder, or one that cannot be read.
+        """
+        from runtime.tokenizer import ChatTokenizer
+
+        if self.gguf is not None:
+            return ChatTokenizer.from_gguf(self.gguf)
+        return ChatTokenizer.from_folder(self.path)
+
+
+def open_checkpoint(
+    ref: str = DEFAULT_MODEL,
+    *,
+    allow_fetch: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Open the default model by name, a `.gguf` file of llama architecture, or a Hugging Face folder.
+
+    Args:
+        ref: `DEFAULT_MODEL`, or a path.
+        allow_fetch: fetch the default model if it is not in the cache.
+        progress: called with (bytes so far, bytes in all) while it is fetched.
+
+    Raises:
+        CheckpointError: nothing there, or something this runtime cannot run; one line with the remedy.
+    """
+    if ref == DEFAULT_MODEL:
+        from runtime.model_fetch import cached_default, fetch_default
+
+        path = cached_default()
+        if path is None and not allow_fetch:
+            raise CheckpointError(f"model {ref!r} is not in the cache; run: ddtree model fetch")
+        return _open_gguf(path or fetch_default(progress), DEFAULT_MODEL)
+    path = Path(ref).expanduser()
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix.lower() == ".gguf":
+        return _open_gguf(path, path.stem)
+    what = "is neither a .gguf file nor a folder" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"model {ref!r} {what}; give {DEFAULT_MODEL!r}, a .gguf file or a local Hugging Face folder"
+    )
+
+
+def unrewindable_layers(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the layer types of `config` whose state cannot be taken back after a rejected draft, sorted.
+
+    Empty for plain attention models. Looks at `layer_types`, `layers_block_type` and the text part of a
+    multi-modal config; a layer type not known to be plain attention counts as unrewindable.
+    """
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config = text
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    model_type = config.get("model_type")
+    if isinstance(listed, list) and listed and model_type != "falcon_h1":
+        return tuple(sorted({str(each) for each in listed} - _REWINDABLE_LAYERS))
+    stateful = _STATEFUL_MODELS.get(str(model_type))
+    return (stateful,) if stateful else ()
+
+
+def shipped_drafter(name: str) -> Path | None:
+    """Return the folder of the drafter that comes with this program for the target `name`, or None."""
+    folder = Path(__file__).parent / "drafters" / name
+    return folder if (folder / "config.json").is_file() else None
+
+
+def list_cached_models() -> list[dict[str, Any]]:
+    """Return what is known of the default model and of the other usable ones in the cache's models folder.
+
+    Keys: name, source, licence, path, cached, size_bytes, digest, drafter; None where unknown. Nothing is
+    hashed: the default model's digest is the one it was verified against.
+    """
+    from runtime.model_fetch import DEFAULT_SOURCE, cached_default, default_path, models_folder
+
+    path, drafter = cached_default(), shipped_drafter(DEFAULT_MODEL)
+    models: list[dict[str, Any]] = [
+        {
+            "name": DEFAULT_SOURCE.name,
+            "source": f"{DEFAULT_SOURCE.wheel.package}=={DEFAULT_SOURCE.wheel.version} (PyPI)",
+            "licence": DEFAULT_SOURCE.licence,
+            "path": str(path) if path else None,
+            "cached": path is not None,
+            "size_bytes": DEFAULT_SOURCE.size_bytes,
+            "digest": DEFAULT_SOURCE.sha256,
+            "drafter": str(drafter) if drafter else None,
+        }
+    ]
+    folder = models_folder()
+    others = sorted(folder.iterdir()) if folder.is_dir() else []
+    for each in others:
+        if each == default_path() or not (each.suffix == ".gguf" or (each / "config.json").is_file()):
+            continue
+        try:
+            models.append(_describe_local(open_checkpoint(str(each))))
+        except CheckpointError:
+            continue
+    return models
+
+
+def _describe_local(checkpoint: Checkpoint) -> dict[str, Any]:
+    files = [checkpoint.path] if checkpoint.gguf else _weight_files(checkpoint.path)
+    return {
+        "name": checkpoint.name,
+        "source": "local",
+        "licence": checkpoint.gguf.metadata.get("general.license") if checkpoint.gguf else None,
+        "path": str(checkpoint.path),
+        "cached": True,
+        "size_bytes": sum(each.stat().st_size for each in files),
+        "digest": None,
+        "drafter": None,
+    }
+
+
+def sha256_of(files: Iterable[Path]) -> str:
+    """Return the SHA-256 (hex) over the contents of `files`, one after the other."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def _open_gguf(path: Path, name: str) -> Checkpoint:
+    gguf = read_gguf(path)
+    config, generation = hf_config(gguf), hf_generation_config(gguf)
+    return Checkpoint(name, path, config, _eos_union(path, generation, config), generation, gguf)
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    path = path.resolve()
+    config = _read_json(path / "config.json")
+    architectures = config.get("architectures") or []
+    if not any(each in SUPPORTED_ARCHITECTURES for each in architectures):
+        named = ", ".join(map(str, architectures)) or f"(none named, model_type {config.get('model_type')!r})"
+        stateful = unrewindable_layers(config)
+        because = f" (its {', '.join(stateful)} layers keep state that cannot be rewound)" if stateful else ""
+        raise UnsupportedCheckpoint(
+            f"{path}: architecture {named} is not supported{because};"
+            f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    generation_path = path / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    return Checkpoint(path.name, path, config, _eos_union(path, generation, config), generation)
+
+
+def _eos_union(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
+    """Union of `eos_token_id` (an int, a list or absent) over `configs`, first mention first."""
+    ids: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id")
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(each, bool) or not isinstance(each, int) or each < 0:
+                raise CheckpointError(
+                    f"{path}: eos_token_id {value!r} is not a token id or a list of them; correct it"
+                )
+            ids[each] = None
+    return tuple(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent}: has no {path.name}; give a complete Hugging Face model folder"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); copy the file again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds no JSON object; copy the file again")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the folder's safetensors files in order of name: those of its index, `model.safetensors`, or all."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise CheckpointError(f"{index}: has no weight_map; copy the file again")
+        files = [folder / name for name in sorted(set(map(str, names.values())))]
+        for file in files:
+            if file.parent != folder or file.suffix != ".safetensors":
+                raise CheckpointError(
+                    f"{index}: names {file.name!r}, not a .safetensors file of this folder; copy it again"
+                )
+            if not file.is_file():
+                raise CheckpointError(f"{folder}: shard {file.name} is missing; copy the folder again")
+        return files
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(True for pattern in ("*.bin", "*.pt", "*.pth") for _ in folder.glob(pattern))
+        why = "only pickled weights, which are never loaded as they can run code" if pickled else "no weights"
+        raise UnsupportedCheckpoint(f"{folder}: has {why}; convert the model to safetensors")
+    return files
+
+
+def _load_safetensors(files: list[Path]) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            part = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file}: is not a readable safetensors file ({error}); copy it again"
+            ) from None
+        repeated = state.keys() & part.keys()
+        if repeated:
+            raise CheckpointError(
+                f"{file}: repeats {sorted(repeated)[0]!r} of another file; remove the stale one"
+            )
+        state |= part
+    return state

@@ -1,0 +1,460 @@
+"""One DDTree decode round, top to bottom. Read this file first.
+
+    decode_round
+      draft_block    the drafter gives a distribution for each of the next `draft_horizon` positions, in one pass
+      build_tree     the `tree_budget` paths of highest probability become one tree under the root
+      verify_tree    the target runs once over all nodes; each node sees the committed prefix and its ancestors
+      accept_path    from the root, follow the target's own choice at each node while the tree has it
+      commit_path    the accepted nodes' keys and values move to the end of the prefix; the rest is forgotten
+
+The text is the target's own whatever the tree holds: every emitted token is what the target chooses at its node.
+Plain decoding is the same loop with `tree_budget = 0`, a tree of the root alone; the chain is a tree of one path.
+
+Invariants, asserted by `Sequence.check`:
+  - the tokens so far are the `committed_len` that have keys and values, and one more, the root (the bonus token of
+    the round before, or the first token after prefill);
+  - the root stands at position `committed_len`, a node at `committed_len + depth`;
+  - a parent's index is smaller than its child's;
+  - a round adds `accept_length` tokens: the accepted drafts and the bonus token, fewer only at a stop token or cap.
+
+Sources: DDTree (best-first trees from block-diffusion marginals, one-pass verification), DFlash (the drafter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.attention import Segment, Step, attend_slots, causal_mask, full_mask
+from runtime.drafter import Drafter
+from runtime.kv_cache import KVCache
+from runtime.noise import gumbel_rows, signed_seed
+from runtime.sampling import RowContext, choose_tokens, ordered_top, token_logprobs
+from runtime.sequence import OutputToken, Sequence, Speculation
+from runtime.stage_clock import StageClock
+from runtime.target import TargetModel
+
+
+@dataclass(frozen=True)
+class Models:
+    """Target, drafter (None: nothing is drafted) and the slots of both."""
+
+    target: TargetModel
+    drafter: Drafter | None
+    cache: KVCache
+    block_size: int = 1
+    """Tokens of a draft block in use, root included; at most the drafter's own."""
+    draft_noise: bool = True
+    propose: Callable[[Models, Seq[Sequence]], Tensor] | None = None
+    """Draft logits from elsewhere than the drafter (tests); None = `drafter_logits`."""
+
+    @property
+    def draft_horizon(self) -> int:
+        return self.block_size - 1 if self.drafter is not None else 0
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Trees of a batch, padded to equal size; node 0 is the root, valid nodes come first.
+
+    `token_ids`, `parents` (root: 0), `depths`, `log_probs` are `[batch, nodes]`; `ancestor_mask` is bool
+    `[batch, nodes, nodes]`, True = may attend, each node sees itself; `sizes [batch]` counts valid nodes, root too.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_probs: Tensor
+    ancestor_mask: Tensor
+    sizes: Tensor
+
+
+@dataclass(frozen=True)
+class SequenceRound:
+    """What one round gave one sequence: tokens, accepted path, and (token id, parent, depth, log-probability) nodes."""
+
+    tokens: list[OutputToken]
+    path: tuple[int, ...]
+    nodes: tuple[tuple[int, int, int, float], ...]
+    finish: str | None
+
+    @property
+    def draft_depth(self) -> int:
+        """Deepest drafted position; 0 where nothing was drafted."""
+        return max(depth for _, _, depth, _ in self.nodes)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    sequences: tuple[SequenceRound, ...]
+    nodes: int
+    stage_s: tuple[float, ...]
+
+
+@torch.inference_mode()
+def decode_round(models: Models, batch: Seq[Sequence], speculation: Seq[Speculation]) -> RoundResult:
+    """Decodes one round of every sequence in `batch`; `speculation[i]` says how sequence i drafts."""
+    clock = StageClock(models.target.device)
+    budgets = [_usable_budget(models, sequence, how) for sequence, how in zip(batch, speculation, strict=True)]
+    noise = [_noise_rows(models, sequence, budget > 0) for sequence, budget in zip(batch, budgets, strict=True)]
+    log_probs = _draft_batch(models, batch, speculation, budgets, noise)
+    clock.lap("draft")
+
+    tree = build_tree(log_probs, max(budgets), _root_ids(batch, models.target.device))
+    sizes = [min(size, budget + 1) for size, budget in zip(tree.sizes.tolist(), budgets, strict=True)]
+    clock.lap("tree")
+
+    logits, features = verify_tree(models, batch, tree, sizes)
+    clock.lap("verify")
+
+    choices = _choose_batch(batch, tree, sizes, logits, noise)
+    paths = accept_path(tree, choices, sizes)
+    clock.lap("accept")
+
+    results = []
+    for i, sequence in enumerate(batch):
+        tokens, path, finish = _emit(sequence, choices[i], paths[i], logits[i])
+        commit_path(models, sequence, path, features[i])
+        sequence.append(tokens)
+        sequence.rounds += 1
+        sequence.num_correct_drafts += sum(token.drafted for token in tokens)
+        sequence.plain_reason = speculation[i].reason
+        sequence.check()
+        results.append(SequenceRound(tokens, tuple(path), _nodes(tree, i, sizes[i]), finish))
+    clock.lap("commit")
+    return RoundResult(tuple(results), sum(sizes), clock.seconds())
+
+
+def draft_block(models: Models, batch: Seq[Sequence], noise: Seq[Tensor | None]) -> Tensor:
+    """Log-probabilities `[batch, draft_horizon, vocab]` of the tokens after each root.
+
+    At temperature > 0 the noise the target will add at each position is added here too (`draft_noise`): which tokens
+    are proposed changes, which are emitted does not.
+    """
+    logits = (models.propose or drafter_logits)(models, batch)
+    for row, sequence in enumerate(batch):
+        if not sequence.sampling.greedy:
+            logits[row] /= sequence.sampling.temperature
+    log_probs = logits.log_softmax(-1)
+    if models.draft_noise:
+        for row, rows in enumerate(noise):
+            if rows is not None:
+                log_probs[row] = (log_probs[row] + rows[: log_probs.shape[1]]).log_softmax(-1)
+    return log_probs
+
+
+def drafter_logits(models: Models, batch: Seq[Sequence]) -> Tensor:
+    """Logits `[batch, draft_horizon, vocab]` of one drafter pass over `[root, mask, mask, ...]` of each sequence.
+
+    The drafter's context is exactly the committed positions: the root has no features yet and is block position 0.
+    The block's own keys and values stay in scratch slots and are overwritten.
+    """
+    drafter, cache, target = models.drafter, models.cache, models.target
+    assert drafter is not None and cache.drafter is not None
+    extend_drafter(models, batch)
+    size, device = models.block_size, target.device
+    block_ids = torch.full((len(batch), size), drafter.config.mask_token_id, device=device)
+    block_ids[:, 0] = _root_ids(batch, device)
+    starts = torch.tensor([sequence.committed_len for sequence in batch], device=device)
+    positions = starts.unsqueeze(1) + torch.arange(size, device=device)
+    mask = full_mask(size, device)
+    segments = [
+        Segment(sequence.extent.start, sequence.committed_len, size, mask, positions[i])
+        for i, sequence in enumerate(batch)
+    ]
+    step, scale = Step.of(cache.drafter, segments), drafter.config.head_dim**-0.5
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attend_slots(step, layer, queries, keys, values, scale)
+
+    hidden = drafter(target.embed(block_ids.flatten()), positions.flatten(), attend)
+    return target.logits(hidden.view(len(batch), size, -1)[:, 1:])
+
+
+def build_tree(log_probs: Tensor, tree_budget: int, roots: Tensor | None = None) -> DraftTree:
+    """The exact best-first trees: for each batch row the `tree_budget` nodes of highest path log-probability.
+
+    `log_probs [batch, depth, vocab]` are per-position log-probabilities (-inf: never), `roots [batch]` the root tokens.
+    A node at depth d with tokens t1..td scores sum_i log_probs[i, ti]. Ties: lower depth, then lower rank of the last
+    token among its siblings, then the parent that comes first; so a parent always comes before its children and the
+    tree of a smaller budget is a prefix of this one. Runs on the device without reading a value back: per depth the
+    best `tree_budget` of (kept prefixes x top-K) are kept, then one global selection.
+    """
+    batch, horizon, vocab = log_probs.shape
+    device = log_probs.device
+    width = min(tree_budget, vocab)
+    if tree_budget == 0 or horizon == 0:
+        return _assemble(roots, log_probs.new_empty(batch, 0), *(torch.empty(batch, 0, dtype=torch.int64),) * 3)
+    top_values, top_ids = ordered_top(log_probs, width)
+
+    # Depth by depth: score, token and the parent's place in the depth before. Candidates lie rank-major, so the
+    # lowest flat index is the lowest rank and then the first parent.
+    scores = log_probs.new_zeros(batch, 1)
+    kept_scores, kept_tokens, kept_parents = [], [], []
+    for depth in range(horizon):
+        places = scores.shape[1]
+        candidates = (top_values[:, depth].unsqueeze(2) + scores.unsqueeze(1)).flatten(1)
+        scores, picked = ordered_top(candidates, min(tree_budget, candidates.shape[1]))
+        kept_scores.append(scores)
+        kept_tokens.append(top_ids[:, depth].gather(1, picked // places))
+        kept_parents.append(picked % places)
+
+    counts = [kept.shape[1] for kept in kept_scores]
+    offsets = torch.tensor([0, *counts]).cumsum(0).tolist()
+    all_scores = torch.cat(kept_scores, 1)
+    node_scores, order = ordered_top(all_scores, min(tree_budget, all_scores.shape[1]))
+    place_of = torch.full((batch, offsets[-1]), -1, device=device)
+    place_of.scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=device).expand_as(order))
+    root_places = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    parents = [root_places.expand(batch, counts[0])]
+    for depth in range(1, horizon):
+        parents.append(place_of[:, offsets[depth - 1] : offsets[depth]].gather(1, kept_parents[depth]))
+    depths = torch.arange(1, horizon + 1, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    return _assemble(
+        roots,
+        node_scores,
+        torch.cat(kept_tokens, 1).gather(1, order),
+        torch.cat(parents, 1).gather(1, order),
+        depths.expand(batch, -1).gather(1, order),
+    )
+
+
+def _assemble(roots: Tensor | None, scores: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor) -> DraftTree:
+    """Puts the root before nodes `[batch, n]` and derives ancestor mask and sizes; nodes of score -inf are invalid."""
+    batch, device = scores.shape[0], scores.device
+    front = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    root_ids = front if roots is None else roots.view(batch, 1)
+    parents = torch.cat((front, parents.to(device).clamp_min(0)), 1)
+    depths = torch.cat((front, depths.to(device)), 1)
+    return DraftTree(
+        token_ids=torch.cat((root_ids, token_ids.to(device)), 1),
+        parents=parents,
+        depths=depths,
+        log_probs=torch.cat((scores.new_zeros(batch, 1), scores), 1),
+        ancestor_mask=ancestor_mask(parents, depths),
+        sizes=1 + (scores > -torch.inf).sum(1),
+    )
+
+
+def ancestor_mask(parents: Tensor, depths: Tensor) -> Tensor:
+    """Bool `[batch, nodes, nodes]` from `parents` and `depths [batch, nodes]`: True where row's node may attend."""
+    nodes = parents.shape[1]
+    mask = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(parents.shape[0], 1, 1)
+    current = torch.arange(nodes, device=parents.device).expand_as(parents)
+    for _ in range(min(nodes - 1, int(depths.shape[1]))):
+        current = parents.gather(1, current)
+        mask.scatter_(2, current.unsqueeze(2), True)
+    return mask
+
+
+def verify_tree(
+    models: Models, batch: Seq[Sequence], tree: DraftTree, sizes: Seq[int]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """One target forward over the first `sizes[i]` nodes of every sequence.
+
+    Returns per sequence logits `[nodes, vocab]` (float32) and target features `[nodes, taps * hidden]` (None where
+    nothing is ever drafted). Keys and values of node i are left at scratch position `committed_len + i`.
+    """
+    segments = tuple(
+        Segment(
+            sequence.extent.start,
+            sequence.committed_len,
+            size,
+            tree.ancestor_mask[i, :size, :size],
+            sequence.committed_len + tree.depths[i, :size],
+        )
+        for i, (sequence, size) in enumerate(zip(batch, sizes, strict=True))
+    )
+    token_ids = torch.cat([tree.token_ids[i, :size] for i, size in enumerate(sizes)])
+    positions = torch.cat([segment.positions for segment in segments])
+    output = models.target.forward(token_ids, positions, Step.of(models.cache.target, segments))
+    logits = models.target.logits(output.hidden).split(list(sizes))
+    features = output.features
+    return list(logits), [None] * len(batch) if features is None else list(features.split(list(sizes)))
+
+
+def accept_path(tree: DraftTree, target_token_ids: Tensor, sizes: Seq[int] | None = None) -> list[list[int]]:
+    """Node indices of the accepted path of each batch row, root first.
+
+    `target_token_ids [batch, nodes]` is what the target chooses after each node; `sizes` limits the nodes of each row
+    (default: `tree.sizes`). A node is accepted if its parent is and the target chose its token there; siblings differ,
+    so this is one path.
+    """
+    nodes = target_token_ids.shape[1]
+    token_ids, parents = tree.token_ids[:, :nodes], tree.parents[:, :nodes]
+    limits = tree.sizes if sizes is None else torch.tensor(sizes, device=parents.device)
+    accepted = target_token_ids.gather(1, parents) == token_ids
+    accepted &= torch.arange(nodes, device=parents.device) < limits.unsqueeze(1)
+    accepted[:, 0] = True
+    for _ in range(int(tree.depths.max())):
+        accepted = accepted & accepted.gather(1, parents)
+    return [[i for i, kept in enumerate(row) if kept] for row in accepted.tolist()]
+
+
+def commit_path(models: Models, sequence: Sequence, path: list[int], features: Tensor | None) -> None:
+    """Keeps the rows of `path` (root first) as the next committed positions and hands their features over."""
+    models.cache.keep_path(sequence.extent, sequence.committed_len, path)
+    sequence.committed_len += len(path)
+    if features is not None and sequence.keeps_features:
+        sequence.pending.append(features[path])
+
+
+def extend_drafter(models: Models, batch: Seq[Sequence]) -> None:
+    """Gives the drafter keys and values of all committed positions whose target features are pending."""
+    drafter, cache = models.drafter, models.cache
+    late = [sequence for sequence in batch if sequence.pending]
+    if drafter is None or cache.drafter is None or not late:
+        return
+    lengths = [sequence.committed_len - sequence.drafter_len for sequence in late]
+    features = torch.cat([part for sequence in late for part in sequence.pending])
+    positions = torch.cat(
+        [torch.arange(sequence.drafter_len, sequence.committed_len, device=features.device) for sequence in late]
+    )
+    for layer, (keys, values) in enumerate(drafter.context(features, positions)):
+        row = 0
+        for sequence, length in zip(late, lengths, strict=True):
+            here = slice(row, row + length)
+            cache.drafter.write(layer, sequence.extent.start + sequence.drafter_len, keys[:, here], values[:, here])
+            row += length
+    for sequence in late:
+        sequence.drafter_len = sequence.committed_len
+        sequence.pending.clear()
+
+
+@torch.inference_mode()
+def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken, str | None] | None:
+    """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason."""
+    start = sequence.committed_len
+    end = min(sequence.prompt_len, start + chunk)
+    device = models.target.device
+    positions = torch.arange(start, end, device=device)
+    segment = Segment(sequence.extent.start, start, end - start, causal_mask(end - start, device), positions)
+    token_ids = torch.tensor(sequence.token_ids[start:end], device=device)
+    output = models.target.forward(token_ids, positions, Step.of(models.cache.target, (segment,)))
+    sequence.committed_len = end
+    if output.features is not None and sequence.keeps_features:
+        sequence.pending.append(output.features)
+        extend_drafter(models, [sequence])
+    if end < sequence.prompt_len:
+        return None
+    sequence.start_counts(models.target.vocab_size, device)
+    logits = models.target.logits(output.hidden[-1:])
+    noise = None
+    if not sequence.sampling.greedy:
+        noise = position_noise(sequence.sampling.seed, end, 1, models.target)
+    choice = choose_after(sequence, root_tree(token_ids[-1:]), 0, logits, noise)
+    tokens, _, finish = _emit(sequence, choice, [0], logits)
+    sequence.append(tokens)
+    sequence.check()
+    return tokens[0], finish
+
+
+def _usable_budget(models: Models, sequence: Sequence, how: Speculation) -> int:
+    """Draft nodes worth verifying: none where nothing may be drafted or no draft could be emitted any more."""
+    if how.mode == "off" or models.draft_horizon == 0 or sequence.remaining < 2 or not sequence.keeps_features:
+        return 0
+    return min(models.draft_horizon, sequence.remaining - 1) if how.mode == "chain" else how.tree_budget
+
+
+def _draft_batch(
+    models: Models, batch: Seq[Sequence], speculation: Seq[Speculation], budgets: Seq[int], noise: Seq[Tensor | None]
+) -> Tensor:
+    """Log-probabilities `[batch, horizon, vocab]`; -inf for what may not be drafted.
+
+    That is every token of a sequence that drafts nothing, depths that could never be emitted, and in a chain every
+    token but the likeliest of each depth.
+    """
+    drafting = [i for i, budget in enumerate(budgets) if budget > 0]
+    if not drafting:
+        return torch.empty(len(batch), 0, models.target.vocab_size, device=models.target.device)
+    drafted = draft_block(models, [batch[i] for i in drafting], [noise[i] for i in drafting])
+    for row, i in enumerate(drafting):
+        drafted[row, batch[i].remaining - 1 :] = -torch.inf
+        if speculation[i].mode == "chain":
+            best = drafted[row].argmax(-1, keepdim=True)
+            kept = drafted[row].gather(-1, best)
+            drafted[row] = torch.full_like(drafted[row], -torch.inf).scatter_(-1, best, kept)
+    if len(drafting) == len(batch):
+        return drafted
+    log_probs = drafted.new_full((len(batch), *drafted.shape[1:]), -torch.inf)
+    log_probs[drafting] = drafted
+    return log_probs
+
+
+def _noise_rows(models: Models, sequence: Sequence, drafts: bool) -> Tensor | None:
+    """Noise `[depths, vocab]` for the positions this round can choose; row d is for the token after depth d."""
+    if sequence.sampling.greedy:
+        return None
+    rows = models.block_size if drafts else 1
+    return position_noise(sequence.sampling.seed, sequence.committed_len + 1, rows, models.target)
+
+
+def position_noise(seed: int, first_position: int, rows: int, target: TargetModel) -> Tensor:
+    """Noise `[rows, vocab]` of `rows` consecutive positions."""
+    positions = torch.arange(first_position, first_position + rows, device=target.device)
+    seeds = torch.full((rows,), signed_seed(seed), dtype=torch.int64, device=target.device)
+    return gumbel_rows(seeds, positions, target.vocab_size)
+
+
+def _root_ids(batch: Seq[Sequence], device: torch.device) -> Tensor:
+    return torch.tensor([sequence.token_ids[-1] for sequence in batch], device=device)
+
+
+def root_tree(roots: Tensor) -> DraftTree:
+    """Trees of the root alone, for plain decoding."""
+    return build_tree(torch.empty(len(roots), 0, 1, device=roots.device), 0, roots)
+
+
+def _choose_batch(
+    batch: Seq[Sequence], tree: DraftTree, sizes: Seq[int], logits: Seq[Tensor], noise: Seq[Tensor | None]
+) -> Tensor:
+    """The target's choice after each node: token ids `[batch, nodes]`, 0 beyond a sequence's size."""
+    if all(sequence.sampling.is_plain_argmax for sequence in batch):
+        chosen = list(torch.cat(list(logits)).argmax(-1).split(list(sizes)))
+    else:
+        chosen = [
+            choose_after(sequence, tree, i, logits[i], noise[i]) for i, sequence in enumerate(batch)
+        ]
+    return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+
+
+def choose_after(sequence: Sequence, tree: DraftTree, row: int, logits: Tensor, noise: Tensor | None) -> Tensor:
+    """The target's choice `[nodes]` after each of the first nodes of one tree, from their `logits [nodes, vocab]`."""
+    size = logits.shape[0]
+    depths = tree.depths[row, :size]
+    path_tokens = None
+    if sequence.counts is not None:
+        seen = tree.ancestor_mask[row, :size, :size].clone()
+        seen[:, 0] = False
+        path_tokens = torch.where(seen, tree.token_ids[row, :size], -1)
+    context = RowContext(sequence.num_outputs + depths, sequence.counts, path_tokens)
+    return choose_tokens(logits, sequence.sampling, context, None if noise is None else noise[depths])
+
+
+def _emit(
+    sequence: Sequence, choices: Tensor, path: list[int], logits: Tensor
+) -> tuple[list[OutputToken], list[int], str | None]:
+    """Tokens of an accepted path, cut at the first stop token or at the cap, with the part of the path they need."""
+    ids = choices[path].tolist()
+    finish = None
+    for i, token_id in enumerate(ids):
+        if token_id in sequence.sampling.stop_token_ids:
+            ids, finish = ids[: i + 1], "stop"
+            break
+    if finish is None and len(ids) >= sequence.remaining:
+        ids, finish = ids[: sequence.remaining], "length"
+    logprobs: list[tuple[float, tuple[tuple[int, float], ...]] | None] = [None] * len(ids)
+    if sequence.logprobs is not None:
+        table = token_logprobs(logits[path[: len(ids)]], ids, sequence.logprobs)
+        logprobs = [(value, tuple(top)) for value, top in table]
+    tokens = [OutputToken(token_id, i + 1 < len(path), logprobs[i]) for i, token_id in enumerate(ids)]
+    return tokens, path[: len(ids)], finish
+
+
+def _nodes(tree: DraftTree, row: int, size: int) -> tuple[tuple[int, int, int, float], ...]:
+    columns = (tree.token_ids, tree.parents, tree.depths, tree.log_probs)
+    return tuple(zip(*(column[row, :size].tolist() for column in columns), strict=True))

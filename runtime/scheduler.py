@@ -1,0 +1,126 @@
+"""Who runs: the waiting queue, the running requests, and the slots and kept prefixes between them.
+
+First come, first served: a request that does not fit yet keeps those behind it waiting, so a long prompt cannot
+starve. Every extent is owned by a running request or by a kept prefix, which `check_integrity` proves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from runtime.admission import Admitted
+from runtime.interface import GenerateRequest
+from runtime.kv_cache import Extent, KVCache
+from runtime.output import TextStream
+from runtime.prefix_cache import Prefix, PrefixCache
+from runtime.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request in the engine, from submission to its last event."""
+
+    request_id: str
+    request: GenerateRequest
+    admitted: Admitted
+    stream: TextStream
+    submitted_at: float = field(default_factory=time.perf_counter)
+    sequence: Sequence | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+
+class Scheduler:
+    """Queues, slots and kept prefixes of one engine."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.waiting: deque[Ticket] = deque()
+        self.running: list[Ticket] = []
+        self.prefixes = PrefixCache()
+
+    @property
+    def slots_used(self) -> int:
+        """Slots of running requests."""
+        return self.cache.slots - self.cache.free_slots - self.prefixes.slots
+
+    def schedule(self, max_running: int, reuse: bool, drafts: bool) -> list[Ticket]:
+        """Starts waiting requests while there is room and returns them."""
+        started: list[Ticket] = []
+        while self.waiting and len(self.running) < max_running:
+            ticket = self.waiting[0]
+            sequence = self._place(ticket, reuse and ticket.request.reuse_prefix, drafts)
+            if sequence is None:
+                break
+            ticket.sequence = sequence
+            ticket.started_at = time.perf_counter()
+            self.running.append(self.waiting.popleft())
+            started.append(ticket)
+        return started
+
+    def finish(self, ticket: Ticket, keep: bool) -> None:
+        """Ends a running request; its committed tokens stay as a reusable prefix if `keep`."""
+        self.running.remove(ticket)
+        sequence = ticket.sequence
+        assert sequence is not None
+        if not keep or sequence.committed_len == 0:
+            self.cache.free(sequence.extent)
+            return
+        extent = self.cache.shrink(sequence.extent, sequence.committed_len)
+        tokens = tuple(sequence.token_ids[: sequence.committed_len])
+        for covered in self.prefixes.add(Prefix(tokens, sequence.drafter_len, extent)):
+            self.cache.free(covered.extent)
+
+    def drop_prefixes(self) -> None:
+        """Forgets all kept prefixes."""
+        for entry in self.prefixes.clear():
+            self.cache.free(entry.extent)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free, running and kept slots are all slots, each once."""
+        running = [ticket.sequence.extent for ticket in self.running if ticket.sequence is not None]
+        self.cache.check_integrity([*running, *self.prefixes.extents()])
+
+    def _place(self, ticket: Ticket, reuse: bool, drafts: bool) -> Sequence | None:
+        """A sequence with slots for `ticket`, its longest kept prefix copied in; None if there is no room yet."""
+        request, admitted = ticket.request, ticket.admitted
+        may_draft = drafts and request.mode != "off"
+        found = self.prefixes.match(admitted.prompt, may_draft) if reuse else None
+        extent = self._allocate(admitted.slots, found[0] if found else None)
+        if extent is None and found is not None:
+            found = None
+            extent = self._allocate(admitted.slots, None)
+        if extent is None:
+            return None
+        sequence = Sequence(
+            request_id=ticket.request_id,
+            token_ids=list(admitted.prompt),
+            prompt_len=len(admitted.prompt),
+            sampling=admitted.sampling,
+            max_new_tokens=admitted.max_new_tokens,
+            extent=extent,
+            mode=request.mode,
+            tree_budget=request.tree_budget,
+            logprobs=request.sampling.logprobs,
+            keeps_features=may_draft,
+        )
+        if found is not None:
+            entry, length = found
+            self.cache.copy_prefix(entry.extent, extent, length)
+            sequence.committed_len = sequence.cached_len = length
+            sequence.drafter_len = min(length, entry.drafter_len)
+        return sequence
+
+    def _allocate(self, size: int, keep: Prefix | None) -> Extent | None:
+        """Slots, making room by dropping kept prefixes other than `keep`."""
+        while True:
+            extent = self.cache.allocate(size)
+            if extent is not None:
+                return extent
+            dropped = self.prefixes.evict(keep)
+            if dropped is None:
+                return None
+            self.cache.free(dropped.extent)

@@ -1,0 +1,92 @@
+"""One request while it is in the engine: its tokens, its slots and the lengths that tie them together.
+
+While it decodes, `len(token_ids) == committed_len + 1`: all tokens but the last, the root of the next tree, have keys
+and values. `drafter_len <= committed_len` positions have drafter keys; the features of the rest wait in `pending`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runtime.kv_cache import Extent
+from runtime.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How one sequence drafts in one round. `reason` says why it decodes plainly though drafting is configured."""
+
+    mode: str = "off"
+    tree_budget: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class OutputToken:
+    """One emitted token; `drafted` tells an accepted draft from the target's bonus token."""
+
+    token_id: int
+    drafted: bool
+    logprob: tuple[float, tuple[tuple[int, float], ...]] | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request; only the engine's thread touches it."""
+
+    request_id: str
+    token_ids: list[int]
+    prompt_len: int
+    sampling: Sampling
+    max_new_tokens: int
+    extent: Extent
+    mode: str | None = None
+    tree_budget: int | None = None
+    logprobs: int | None = None
+    keeps_features: bool = True
+    """False: never drafts, so its target features are not kept."""
+    committed_len: int = 0
+    drafter_len: int = 0
+    cached_len: int = 0
+    rounds: int = 0
+    num_correct_drafts: int = 0
+    plain_reason: str | None = None
+    admitted_at: float = field(default_factory=time.perf_counter)
+    pending: list[Tensor] = field(default_factory=list)
+    counts: Tensor | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens still allowed."""
+        return self.max_new_tokens - self.num_outputs
+
+    @property
+    def prefilled(self) -> bool:
+        return self.committed_len >= self.prompt_len
+
+    def check(self) -> None:
+        """Raises AssertionError where the lengths disagree."""
+        assert self.drafter_len <= self.committed_len <= len(self.token_ids) <= self.extent.size
+        if self.num_outputs:
+            assert len(self.token_ids) == self.committed_len + 1, "the root alone has no keys and values"
+
+    def append(self, tokens: list[OutputToken]) -> None:
+        """Adds emitted tokens and counts them for the penalties."""
+        ids = [token.token_id for token in tokens]
+        self.token_ids.extend(ids)
+        if self.counts is not None:
+            self.counts.index_add_(0, torch.tensor(ids, device=self.counts.device), self.counts.new_ones(len(ids)))
+
+    def start_counts(self, vocab_size: int, device: torch.device) -> None:
+        """Token counts `[vocab]` of what stands so far, where the sampling settings need them."""
+        if self.sampling.counts_tokens:
+            ids = torch.tensor([token for token in self.token_ids if token < vocab_size], device=device)
+            self.counts = torch.bincount(ids, minlength=vocab_size).float()

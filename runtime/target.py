@@ -1,0 +1,178 @@
+"""The target: a Hugging Face causal language model run over KV slots, with its tapped hidden states.
+
+The model classes are transformers'; attention is ours, registered through `AttentionInterface`, so one forward serves
+prefill and tree verification of a ragged batch. The step's data travels as a keyword argument and no mask function is
+registered, so transformers builds no mask of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.attention import Step, attend_slots
+from runtime.fused import FusedDecoder, fusable
+from runtime.kv_cache import Geometry
+from runtime.linear import LinearFactory, PlainLinear, replace_linears
+from runtime.models import Checkpoint, CheckpointError
+
+ATTENTION_NAME = "ddtree_slots"
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """`hidden [rows, hidden_size]` after the final norm; `features [rows, taps * hidden_size]`, None without taps."""
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+def _slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: Step,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature over `attend_slots`; tensors `[1, heads, rows, head_dim]`."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = attend_slots(step, module.layer_idx, query[0], key[0], value[0], scale, sliding_window)  # type: ignore[arg-type]
+    return out.transpose(0, 1).unsqueeze(0), None
+
+
+class TargetModel:
+    """Target weights on one device, run fused where `fusable` says so and by transformers' class elsewhere.
+
+    `taps` are the layers whose outputs the drafter is fed with, in the drafter's order.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        taps: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        linear: LinearFactory = PlainLinear,
+        fuse: bool = True,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.dtype = dtype
+        architecture, self.config = hf_config(checkpoint)
+        self.vocab_size = int(self.config.vocab_size)
+        state = {name: value.to(self.device, dtype) for name, value in checkpoint.load_state().items()}
+        model = _skeleton(architecture, self.config)
+        _check_names(model, state, checkpoint, self.config)
+        rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
+        self._decoder: FusedDecoder | TransformersDecoder
+        if fuse and fusable(architecture, self.config):
+            frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
+            self._decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
+        else:
+            model.load_state_dict(state, strict=False, assign=True)
+            model.tie_weights()
+            model.model.rotary_emb = rotary
+            self._decoder = TransformersDecoder(model.eval().requires_grad_(False), linear, taps)
+
+    @property
+    def fused(self) -> bool:
+        return isinstance(self._decoder, FusedDecoder)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shape of this model's KV slots."""
+        heads = int(self.config.num_attention_heads)
+        head_dim = getattr(self.config, "head_dim", None) or int(self.config.hidden_size) // heads
+        return Geometry(
+            int(self.config.num_hidden_layers), int(self.config.num_key_value_heads), int(head_dim), self.dtype
+        )
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Keeps ids at or above the tokenizer's `size` (padding of the head) out of all logits."""
+        self.vocab_size = min(self.vocab_size, size)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token embeddings `[..., hidden_size]`."""
+        return F.embedding(token_ids, self._decoder.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., vocab_size]` in float32, ids beyond the tokenizer left out."""
+        return self._decoder.head(hidden)[..., : self.vocab_size].float()
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> TargetOutput:
+        """One pass over the rows `token_ids [rows]` at absolute `positions [rows]`."""
+        return TargetOutput(*self._decoder.forward(token_ids, positions, step))
+
+
+class TransformersDecoder:
+    """transformers' own modules under our attention function; taps are read by forward hooks."""
+
+    def __init__(self, model: Any, linear: LinearFactory, taps: tuple[int, ...]) -> None:
+        self._model = model.model
+        self._taps = taps
+        self._tapped: dict[int, Tensor] = {}
+        self.embedding: Tensor = model.model.embed_tokens.weight
+        self.head = linear(model.lm_head.weight)
+        for layer in set(taps):
+            self._model.layers[layer].register_forward_hook(self._keep(layer))
+        replace_linears(self._model, linear)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """As `FusedDecoder.forward`."""
+        self._tapped.clear()
+        hidden = self._model(
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, step=step
+        ).last_hidden_state[0]
+        features = torch.cat([self._tapped[tap] for tap in self._taps], dim=-1) if self._taps else None
+        return hidden, features
+
+    def _keep(self, layer: int) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._tapped[layer] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return keep
+
+
+def hf_config(checkpoint: Checkpoint) -> tuple[str, Any]:
+    """The architecture's class name and its transformers configuration, with our attention function."""
+    from transformers import AttentionInterface, AutoConfig
+
+    AttentionInterface.register(ATTENTION_NAME, _slot_attention)
+    fields = dict(checkpoint.config)
+    architecture = str(fields.pop("architectures")[0])
+    for unused in ("torch_dtype", "dtype", "transformers_version"):
+        fields.pop(unused, None)
+    config = AutoConfig.for_model(**fields)
+    config._attn_implementation = ATTENTION_NAME
+    return architecture, config
+
+
+def _skeleton(architecture: str, config: Any) -> Any:
+    import transformers
+
+    with torch.device("meta"):
+        return getattr(transformers, architecture)(config)
+
+
+def _check_names(model: Any, state: dict[str, Tensor], checkpoint: Checkpoint, config: Any) -> None:
+    """Raises CheckpointError unless the weights are exactly those the architecture needs, shapes included."""
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+        state.pop("lm_head.weight", None)
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{checkpoint.path}: weight {name} is {found.get(name, 'missing')}, the architecture needs "
+                f"{expected.get(name, 'none of that name')}; the folder is incomplete or of another model"
+            )

@@ -1,0 +1,1 @@
+"""Snapshots of working configurations, kept in git."""

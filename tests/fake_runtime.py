@@ -1,0 +1,275 @@
+"""A Runtime without a model: scripted, deterministic, in memory; to test what shows or serves a runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from runtime.config import EFFECTS, RuntimeConfig
+from runtime.interface import (
+    Baseline,
+    ChangePlan,
+    ChangeReport,
+    ConfigRejected,
+    Description,
+    EngineState,
+    FieldChange,
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    HostSample,
+    RequestAdmitted,
+    RequestFinished,
+    RequestRejected,
+    RequestStats,
+    RoundStats,
+    RuntimeUnavailable,
+    Status,
+    StatusChanged,
+    TokenPiece,
+    TokensEmitted,
+    TreeTrace,
+    WatchEvent,
+)
+
+ANSWER = "The quick brown fox jumps over the lazy dog. "
+ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
+"""Tokens per decode round, bonus token included, repeated for ever."""
+SLOTS = 4096
+
+
+class FakeRuntime:
+    """Answers every request with `answer`, one token a word, `ACCEPT_LENGTHS` tokens a round."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig | None = None,
+        *,
+        loading: bool = False,
+        answer: str = ANSWER * 4,
+        round_s: float = 0.01,
+        baseline_tok_s: float | None = 40.0,
+    ) -> None:
+        self.config = config or RuntimeConfig(tree_budget=11)
+        self.answer = answer
+        self.round_s = round_s
+        self.refusals: dict[str, str] = {}
+        """Field to the reason why a change of it is refused."""
+        self.rejection: str | None = None
+        """Set: requests are rejected with it."""
+        self.break_after: int | None = None
+        """Set: streams break after that many rounds."""
+        self.seen: list[GenerateRequest] = []
+        self.closed = False
+        self._state = EngineState.LOADING if loading else EngineState.READY
+        self._reason = "loading the model" if loading else ""
+        self._progress: float | None = 0.4 if loading else None
+        self._baseline = baseline_tok_s
+        self._revision = 1
+        self._running: dict[str, asyncio.Event] = {}
+        self._numbers = itertools.count(1)
+        self._rounds = itertools.count()
+        self._watchers: list[asyncio.Queue[WatchEvent]] = []
+
+    # Controls for tests
+
+    def become(self, state: EngineState, reason: str = "") -> None:
+        self._state, self._reason, self._progress = state, reason, None
+        self.emit(StatusChanged(state=state, reason=reason, revision=self._revision))
+
+    def emit(self, event: WatchEvent) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(event)
+
+    # Runtime
+
+    async def describe(self) -> Description:
+        if self._state is EngineState.LOADING:
+            raise RuntimeUnavailable("still loading")
+        return Description(
+            engine="native",
+            target=self.config.model,
+            target_digest=None,
+            drafter="its drafter",
+            architecture="LlamaForCausalLM",
+            block_size=8,
+            max_tree_budget=self.config.max_tree_budget,
+            max_seq_len=2048,
+            max_concurrency=self.config.max_concurrency,
+            vocab_size=49152,
+            dtype="float32",
+            device="cpu",
+            threads=2,
+            linear="prepacked",
+            host="fake",
+            pid=1,
+            speculation="ready",
+        )
+
+    async def status(self) -> Status:
+        baselines = ()
+        if self._baseline is not None and self._state is not EngineState.LOADING:
+            baselines = (
+                Baseline(
+                    mode="off",
+                    tree_budget=0,
+                    tok_s=self._baseline,
+                    measured_at_s=1_700_000_000.0,
+                    conditions="1 request, T 0, 64 tokens",
+                ),
+            )
+        return Status(
+            state=self._state,
+            reason=self._reason,
+            revision=self._revision,
+            config=self.config.model_dump(),
+            running=len(self._running),
+            waiting=0,
+            slots_used=100 * len(self._running),
+            slots_cached=50,
+            slots_total=SLOTS,
+            load_progress=self._progress,
+            baselines=baselines,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        if self._state is not EngineState.READY:
+            raise RuntimeUnavailable(f"the engine is {self._state}")
+        if self.rejection is not None:
+            raise RequestRejected(self.rejection, "messages")
+        self.seen.append(request)
+        request_id = f"fake-{next(self._numbers)}"
+        cancelled = self._running[request_id] = asyncio.Event()
+        tokens = self.answer.replace(" ", " \0").split("\0")
+        temperature = self.config.temperature
+        sent: list[str] = []
+        rounds = 0
+        reason: FinishReason = "stop"
+        try:
+            yield RequestAdmitted(request_id=request_id, seed=7, prompt_tokens=12, cached_tokens=0)
+            lengths = itertools.chain((1,), itertools.cycle(ACCEPT_LENGTHS))
+            while len(sent) < len(tokens):
+                await asyncio.sleep(self.round_s)
+                if cancelled.is_set():
+                    reason = "cancelled"
+                    break
+                first = not sent
+                if not first and self.break_after is not None and rounds >= self.break_after:
+                    raise RuntimeError("the engine fell over")
+                accept = next(lengths) if self.config.mode != "off" else 1
+                emitted = tokens[len(sent) : len(sent) + accept]
+                sent += emitted
+                if not first:
+                    rounds += 1
+                    self.emit(self._round(len(emitted)))
+                yield TokensEmitted(
+                    request_id=request_id,
+                    pieces=tuple(
+                        TokenPiece(token_id=index, text=text, drafted=index < len(emitted) - 1)
+                        for index, text in enumerate(emitted)
+                    ),
+                )
+        finally:
+            self._running.pop(request_id, None)
+        stats = RequestStats(
+            request_id=request_id,
+            finish_reason=reason,
+            mode=self.config.mode,
+            tree_budget=self.config.tree_budget or 0,
+            temperature=temperature,
+            prompt_tokens=12,
+            cached_tokens=0,
+            output_tokens=len(sent),
+            rounds=rounds,
+            num_correct_drafts=max(len(sent) - 1 - rounds, 0),
+            accept_length=(len(sent) - 1) / rounds if rounds else None,
+            ttft_s=self.round_s,
+            decode_s=rounds * self.round_s,
+            tok_s=(len(sent) - 1) / (rounds * self.round_s) if rounds else None,
+        )
+        self.emit(stats)
+        yield RequestFinished(
+            request_id=request_id, reason=reason, text="".join(sent), token_ids=(), stats=stats
+        )
+
+    def _round(self, emitted: int) -> RoundStats:
+        mode = self.config.mode
+        budget = self.config.tree_budget or 0
+        part = self.round_s / 5
+        return RoundStats(
+            index=next(self._rounds),
+            time_s=time.time(),
+            mode=mode,
+            tree_budget=budget,
+            batch=1,
+            nodes=budget + 1 if mode == "tree" else 8 if mode == "chain" else 1,
+            emitted=emitted,
+            accept_lengths=(emitted,),
+            draft_depths=(0 if mode == "off" else 7,),
+            stage_s=(part, part, part, part, part),
+            slots_used=100,
+            slots_total=SLOTS,
+        )
+
+    async def cancel(self, request_id: str) -> bool:
+        event = self._running.get(request_id)
+        if event is not None:
+            event.set()
+        return event is not None
+
+    async def watch(self) -> AsyncIterator[WatchEvent]:
+        queue: asyncio.Queue[WatchEvent] = asyncio.Queue()
+        self._watchers.append(queue)
+        try:
+            yield HostSample(host="fake", time_s=time.time(), cpu=0.43, cpu_count=2, gpu_note="no GPU here")
+            while True:
+                yield await queue.get()
+        finally:
+            self._watchers.remove(queue)
+
+    async def requests(self) -> tuple[RequestStats, ...]:
+        return ()
+
+    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
+        return ()
+
+    async def preview(self, change: dict[str, Any]) -> ChangePlan:
+        after = self.config.changed(change)
+        changes = tuple(
+            FieldChange(
+                field=name,
+                old=getattr(self.config, name),
+                new=getattr(after, name),
+                effect="refused" if name in self.refusals else EFFECTS[name],
+                note=self.refusals.get(name, ""),
+            )
+            for name in change
+        )
+        return ChangePlan(
+            revision=self._revision,
+            changes=changes,
+            allowed=not any(name in self.refusals for name in change),
+            requests_running=len(self._running),
+            unreached=len(self._running) if "temperature" in change else 0,
+            outage_s=0.0,
+            summary="live",
+        )
+
+    async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
+        if revision != self._revision:
+            raise ConfigRejected(f"revision {revision} is old, the configuration is at {self._revision}")
+        plan = await self.preview(change)
+        if not plan.allowed:
+            raise ConfigRejected(plan.summary)
+        self.config = self.config.changed(change)
+        self._revision += 1
+        self.emit(StatusChanged(state=self._state, reason=self._reason, revision=self._revision))
+        return ChangeReport(revision=self._revision, applied=plan.changes, summary="applied")
+
+    async def aclose(self) -> None:
+        self.closed = True
+        for event in self._running.values():
+            event.set()

@@ -1,0 +1,91 @@
+"""What loading a part brings along: fresh interpreters, and the module-level imports as they are written."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENGINES = {"torch", "transformers", "sglang"}
+RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
+COMMAND_MODULES = {"command_options", "commands", "model_commands", "train_commands"}
+ENGINE_PACKAGES = {
+    "jinja2",
+    "numpy",
+    "pydantic",
+    "pydantic_core",
+    "runtime",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+}
+"""What a machine that only runs the engine has installed."""
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level names of the modules a fresh interpreter has loaded after `code`."""
+    report = "import sys; sys.stderr.write('\\n' + ' '.join({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "console.cli",
+        "console.app",
+        "runtime.commands",
+        "runtime.config",
+        "runtime.connect",
+        "runtime.interface",
+        "runtime.model_commands",
+        "runtime.train_commands",
+    ],
+)
+def test_what_the_console_and_the_command_line_import_loads_no_engine(module: str) -> None:
+    assert not loaded_by(f"import {module}") & ENGINES
+
+
+def test_help_loads_neither_an_engine_nor_the_validation_library_nor_the_screen_library() -> None:
+    loaded = loaded_by("from console.cli import main; assert main(['--help']) == 0")
+    assert not loaded & (ENGINES | {"pydantic", "textual", "numpy"})
+
+
+def test_the_runtime_loads_no_screen_library() -> None:
+    imports = "\n".join(f"import runtime.{name}" for name in RUNTIME_MODULES)
+    assert "textual" not in loaded_by(imports)
+
+
+@pytest.mark.parametrize("name", sorted(set(RUNTIME_MODULES) - COMMAND_MODULES))
+def test_engine_modules_need_only_what_an_engine_machine_has(name: str) -> None:
+    tree = ast.parse((ROOT / "runtime" / f"{name}.py").read_text(encoding="utf-8"))
+    foreign = set(imported(tree.body)) - ENGINE_PACKAGES - set(sys.stdlib_module_names)
+    assert not foreign
+
+
+def imported(body: list[ast.stmt]) -> Iterator[str]:
+    """Top-level names of the packages imported when a module is loaded, not those inside its functions."""
+    for statement in body:
+        match statement:
+            case ast.Import(names=names):
+                yield from (each.name.split(".")[0] for each in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module.split(".")[0]
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
+                yield from imported(orelse)
+            case ast.If(body=inner, orelse=orelse):
+                yield from imported(inner + orelse)
+            case ast.Try(body=inner, orelse=orelse, finalbody=finalbody):
+                yield from imported(inner + orelse + finalbody)
+            case ast.With(body=inner) | ast.ClassDef(body=inner):
+                yield from imported(inner)
