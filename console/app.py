@@ -107,7 +107,7 @@ class ConsoleApp(App[int]):
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
             sys.stdout = sys.stderr = self._terminal.stream
-        await self.switch_mode(LiveScreen.NAME)
+        await self.action_screen_named(LiveScreen.NAME)
         self.theme_changed_signal.subscribe(self, lambda _theme: self._colour())
         self._colour()
         self.set_interval(TICK_S, self._tick)
@@ -127,12 +127,9 @@ class ConsoleApp(App[int]):
         self.view = dataclasses.replace(self.view, **changes)
         for screen in self.screen_stack:
             if isinstance(screen, ConsoleScreen):
-                screen.show(self.view)
+                screen.draw(self.view)
         if not isinstance(self.screen_stack[0], PromptScreen):
-            self.prompt.show(self.view)
-
-    def on_screen_resume(self) -> None:
-        self._show()
+            self.prompt.draw(self.view)
 
     def _tick(self) -> None:
         now = time.time()
@@ -228,9 +225,10 @@ class ConsoleApp(App[int]):
 
     async def action_screen_named(self, name: str) -> None:
         await self.switch_mode(name)
+        self._show()
 
     async def action_input(self) -> None:
-        await self.switch_mode(PromptScreen.NAME)
+        await self.action_screen_named(PromptScreen.NAME)
         self.prompt.focus_input()
 
     def _change(self, step: Step) -> None:

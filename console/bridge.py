@@ -99,6 +99,7 @@ class Bridge:
             except Exception as error:
                 self._post(messages.BridgeProblem(f"the runtime did not start: {describe_error(error)}"))
                 await asyncio.sleep(RETRY_S)
+        self._post(messages.BridgeProblem(""))
         runtime = self._runtime
         await asyncio.gather(self._poll(runtime), self._describe(runtime), self._watch(runtime))
 

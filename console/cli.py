@@ -27,6 +27,9 @@ ELSEWHERE = {
 }
 """Commands of modules that load only when called: module, name in it, help."""
 
+OWN_PACKAGES = ("console", "layouts", "runtime", "snapshots")
+"""Their exceptions carry one line made for a person."""
+
 DONE, FAILED, WRONG_USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -145,15 +148,13 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror, FAILED
 
-    from runtime.gguf import CheckpointError
-    from runtime.interface import ConfigRejected, RequestRejected, RuntimeFault
+    from runtime.interface import ConfigRejected, RequestRejected
 
     text = " ".join(str(error).split())
-    if isinstance(error, ConfigRejected | RequestRejected | CheckpointError):
-        return text, getattr(error, "exit_code", WRONG_USAGE)
-    if isinstance(error, RuntimeFault):
-        return text, FAILED
-    return f"unexpected {type(error).__name__}: {text} (DDTREE_DEBUG=1 shows where)", FAILED
+    if type(error).__module__.partition(".")[0] not in OWN_PACKAGES:
+        return f"unexpected {type(error).__name__}: {text} (DDTREE_DEBUG=1 shows where)", FAILED
+    named_badly = isinstance(error, ConfigRejected | RequestRejected | ValueError)
+    return text, getattr(error, "exit_code", WRONG_USAGE if named_badly else FAILED)
 
 
 def _missing_terminal() -> str | None:

@@ -161,6 +161,8 @@ class ConsoleScreen(Screen[None]):
     def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:
         super().__init__()
         self._tabs = tabs
+        self.composed = False
+        """True once all parts are there to be drawn on."""
 
     def compose(self) -> ComposeResult:
         yield StatusBar()
@@ -172,12 +174,18 @@ class ConsoleScreen(Screen[None]):
     def body(self) -> list[Widget]:
         raise TypeError(f"{type(self).__name__} has no body")
 
+    def on_mount(self) -> None:
+        self.composed = True
+
+    def draw(self, view: View) -> None:
+        """Draws `view` if there is something to draw on."""
+        if self.composed:
+            self.query_one(StatusBar).show(view)
+            self.query_one(NoticeBar).show(view)
+            self.show(view)
+
     def show(self, view: View) -> None:
-        """Draws `view`."""
-        if not self.is_mounted:
-            return
-        self.query_one(StatusBar).show(view)
-        self.query_one(NoticeBar).show(view)
+        """Draws the screen's own part of `view`."""
 
     def on_resize(self, event: events.Resize) -> None:
         tiny = event.size.width < MIN_WIDTH or event.size.height < MIN_HEIGHT

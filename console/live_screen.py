@@ -54,9 +54,6 @@ class LiveScreen(ConsoleScreen):
         self.query_one("#live", VerticalScroll).scroll_relative(y=rows, animate=False)
 
     def show(self, view: View) -> None:
-        super().show(view)
-        if not self.is_mounted:
-            return
         figures = view.figures
         baseline = plain_baseline(view.status.baselines) if view.status is not None else None
         self.query_one("#speed", Panel).put(speed_text(view, baseline))

@@ -96,7 +96,6 @@ class PromptScreen(ConsoleScreen):
         self._waiting: Turn | None = None
         self._state = "starting"
         self._state_words = "starting"
-        self._last_view = View()
 
     def body(self) -> list[Widget]:
         return [
@@ -107,6 +106,7 @@ class PromptScreen(ConsoleScreen):
         ]
 
     def on_mount(self) -> None:
+        super().on_mount()
         self.query_one("#legend", Panel).put(Text(LEGEND_MARKED, no_wrap=True, overflow="ellipsis"))
         self._note("")
         self.set_focus(self.query_one(Transcript))
@@ -176,8 +176,7 @@ class PromptScreen(ConsoleScreen):
         return True
 
     def show(self, view: View) -> None:
-        super().show(view)
-        if not self.is_mounted or view.status is None:
+        if view.status is None:
             return
         self._state = str(view.status.state)
         self._state_words = view.state_words

@@ -35,7 +35,9 @@ class Admitted:
     slots: int
 
 
-def admit(request: GenerateRequest, config: RuntimeConfig, limits: Limits, tokenizer: ChatTokenizer) -> Admitted:
+def admit(
+    request: GenerateRequest, config: RuntimeConfig, limits: Limits, tokenizer: ChatTokenizer
+) -> Admitted:
     """Checks and resolves `request` under the defaults of `config`; raises RequestRejected."""
     prompt = _prompt_tokens(request, tokenizer)
     asked = request.sampling
@@ -54,7 +56,8 @@ def admit(request: GenerateRequest, config: RuntimeConfig, limits: Limits, token
         )
     if request.tree_budget is not None and request.tree_budget > limits.max_tree_budget:
         raise RequestRejected(
-            f"tree_budget: {request.tree_budget} is above {limits.max_tree_budget} (max_tree_budget)", "tree_budget"
+            f"tree_budget: {request.tree_budget} is above {limits.max_tree_budget} (max_tree_budget)",
+            "tree_budget",
         )
     new_tokens = min(asked.max_tokens or config.max_tokens, limits.max_seq_len - len(prompt))
     slots = len(prompt) + new_tokens + limits.slot_reserve
@@ -91,7 +94,9 @@ def _prompt_tokens(request: GenerateRequest, tokenizer: ChatTokenizer) -> tuple[
     ]
     if len(given) != 1:
         what = "none is given" if not given else f"{' and '.join(given)} are given"
-        raise RequestRejected(f"prompt: exactly one of prompt, messages and prompt_token_ids is needed; {what}", "prompt")
+        raise RequestRejected(
+            f"prompt: exactly one of prompt, messages and prompt_token_ids is needed; {what}", "prompt"
+        )
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.prompt is not None and request.raw:

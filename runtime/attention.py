@@ -72,7 +72,9 @@ def _bias(segment: Segment, groups: int, window: int | None, dtype: torch.dtype)
     return bias.repeat(groups, 1)
 
 
-def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def packed_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
     """Grouped-query attention with the query heads of one KV head packed into its rows.
 
     `queries [heads, rows, dim]`, `keys` and `values [kv_heads, length, dim]`, `bias [groups * rows, length]`.
@@ -93,7 +95,13 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor
 
 
 def attend_slots(
-    step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None
+    step: Step,
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Stores the new keys and values and attends; queries `[heads, rows, dim]`, others `[kv_heads, rows, dim]`."""
     if step.padded is not None:
@@ -145,12 +153,23 @@ def pad_segments(segments: Seq[Segment], device: torch.device) -> Padded:
         allowed[i, : segment.rows, segment.prefix_len : length] = segment.mask
         first += segment.rows
     return Padded(
-        rows.to(device), slots.to(device), torch.cat(new_slots).to(device), torch.cat(back).to(device), allowed
+        rows.to(device),
+        slots.to(device),
+        torch.cat(new_slots).to(device),
+        torch.cat(back).to(device),
+        allowed,
     )
 
 
 def _attend_padded(
-    step: Step, padded: Padded, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    step: Step,
+    padded: Padded,
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """`attend_slots` by one gathered, padded attention over all sequences."""
     if window is not None and padded.slots.shape[1] > window:

@@ -146,7 +146,9 @@ def measure_baselines(engine: Engine) -> tuple[Baseline, ...]:
     return tuple(baselines)
 
 
-def _run(engine: Engine, mode: Mode, budget: int, tokens: int, stages: list[tuple[float, ...]]) -> float | None:
+def _run(
+    engine: Engine, mode: Mode, budget: int, tokens: int, stages: list[tuple[float, ...]]
+) -> float | None:
     """Decodes one fixed prompt; returns tok/s and appends the stage times of its rounds to `stages`."""
     finished: list[RequestFinished] = []
 

@@ -58,7 +58,9 @@ class DrafterConfig:
         """Parses a config.json; raises DrafterMismatch naming `where`, the key and what is wrong with it."""
         dflash = config.get("dflash_config") or {}
         if not isinstance(dflash, Mapping):
-            raise DrafterMismatch(f"drafter {where}: dflash_config is not a table; this is no DFlash checkpoint")
+            raise DrafterMismatch(
+                f"drafter {where}: dflash_config is not a table; this is no DFlash checkpoint"
+            )
         for key in ("target_layer_ids", "mask_token_id"):
             if dflash.get(key) is None:
                 raise DrafterMismatch(
@@ -68,10 +70,14 @@ class DrafterConfig:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
-            raise DrafterMismatch(f"drafter {where}: rope_type {rope_type!r} is not supported, only 'default' is")
+            raise DrafterMismatch(
+                f"drafter {where}: rope_type {rope_type!r} is not supported, only 'default' is"
+            )
         sliding = [t for t in config.get("layer_types") or [] if t != "full_attention"]
         if sliding:
-            raise DrafterMismatch(f"drafter {where}: layer type {sliding[0]!r} is not supported, only full_attention is")
+            raise DrafterMismatch(
+                f"drafter {where}: layer type {sliding[0]!r} is not supported, only full_attention is"
+            )
         try:
             heads = int(config["num_attention_heads"])
             parsed = cls(
@@ -93,9 +99,13 @@ class DrafterConfig:
         except KeyError as missing:
             raise DrafterMismatch(f"drafter {where}: config.json lacks {missing}") from None
         except (TypeError, ValueError) as bad:
-            raise DrafterMismatch(f"drafter {where}: config.json has a value of the wrong type: {bad}") from None
+            raise DrafterMismatch(
+                f"drafter {where}: config.json has a value of the wrong type: {bad}"
+            ) from None
         if parsed.block_size < 2:
-            raise DrafterMismatch(f"drafter {where}: block_size {parsed.block_size} leaves no draft position; need >= 2")
+            raise DrafterMismatch(
+                f"drafter {where}: block_size {parsed.block_size} leaves no draft position; need >= 2"
+            )
         if not parsed.target_layer_ids:
             raise DrafterMismatch(f"drafter {where}: dflash_config.target_layer_ids is empty")
         return parsed
@@ -123,7 +133,9 @@ class DrafterConfig:
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[..., 1, rows, head_dim]` of rotary embedding at `positions [..., rows]` (RoFormer, eq. 34)."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    inverse = theta ** (
+        -torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    )
     angles = positions.float().unsqueeze(-1) * inverse
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)
     return angles.cos(), angles.sin()
@@ -228,7 +240,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         text = (folder / "config.json").read_text(encoding="utf-8")
         return DrafterConfig.from_dict(json.loads(text), str(folder))
     except FileNotFoundError:
-        raise DrafterMismatch(f"drafter {folder}: no config.json there; give a folder in the DFlash format") from None
+        raise DrafterMismatch(
+            f"drafter {folder}: no config.json there; give a folder in the DFlash format"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as bad:
         raise DrafterMismatch(f"drafter {folder}: config.json is not valid JSON ({bad})") from None
 

@@ -118,7 +118,9 @@ class Engine:
         result = decode_round(models, sequences, speculation)
         self.rounds += 1
         emitted: list[int] = []
-        for running, outcome, how, position in zip(batch, result.sequences, speculation, positions, strict=True):
+        for running, outcome, how, position in zip(
+            batch, result.sequences, speculation, positions, strict=True
+        ):
             running.traces.append((self.rounds, position, outcome, how.tree_budget))
             emitted.append(self._deliver(running, outcome.tokens, outcome.finish))
         return self._round_stats(result, emitted)

@@ -17,7 +17,9 @@ from torch import Tensor
 from runtime.attention import Step, attend_slots
 from runtime.linear import Linear, LinearFactory
 
-FUSED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+FUSED_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
@@ -99,7 +101,9 @@ class FusedDecoder:
         else:
             pairs = qkv[:, :turned]
         pairs = pairs.float().reshape(rows, turned, self._head_dim // 2, 2)
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2).to(x.dtype).transpose(0, 1)
+        rotated = (
+            torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2).to(x.dtype).transpose(0, 1)
+        )
         values = qkv[:, turned:].transpose(0, 1)
         out = attend_slots(
             step, index, rotated[: self._heads], rotated[self._heads :], values, self._scale, layer.window

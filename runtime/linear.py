@@ -71,7 +71,9 @@ def probe(factory: LinearFactory, dtype: torch.dtype = torch.float32) -> str | N
         several, alone = layer(x), layer(x[:1])
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as missing:
         return str(missing).splitlines()[0]
-    if not torch.allclose(several.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=0.1):
+    if not torch.allclose(
+        several.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=0.1
+    ):
         return "it disagrees with the plain layer"
     if not torch.equal(several[:1], alone):
         return "a row's result depends on the other rows"
@@ -97,7 +99,9 @@ def choose_linear(setting: str, dtype: torch.dtype, device: torch.device) -> tup
                 return KINDS[name], f"prepacked ({name})"
             reasons.append(f"{name}: {reason}")
     if setting == "prepacked":
-        raise ValueError(f"linear = 'prepacked' is not possible here: {'; '.join(reasons)}; use 'auto' or 'plain'")
+        raise ValueError(
+            f"linear = 'prepacked' is not possible here: {'; '.join(reasons)}; use 'auto' or 'plain'"
+        )
     return PlainLinear, f"plain ({'; '.join(reasons)})"
 
 
@@ -119,7 +123,11 @@ def replace_linears(module: nn.Module, factory: LinearFactory) -> None:
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             bias: Any = child.bias
-            setattr(module, name, LinearModule(factory(child.weight.detach(), None if bias is None else bias.detach())))
+            setattr(
+                module,
+                name,
+                LinearModule(factory(child.weight.detach(), None if bias is None else bias.detach())),
+            )
         else:
             replace_linears(child, factory)
 

@@ -68,7 +68,9 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
             drafter = load_drafter(folder, drafter_config, dtype, device)
             replace_linears(drafter, factory)
     except (CheckpointError, DrafterMismatch) as refused:
-        raise ConfigRejected(str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model") from None
+        raise ConfigRejected(
+            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
+        ) from None
     except ValueError as refused:
         raise ConfigRejected(str(refused)) from None
     cache = KVCache(
@@ -114,12 +116,16 @@ def _device(config: RuntimeConfig) -> torch.device:
     try:
         device = torch.device(config.device)
     except RuntimeError:
-        raise ConfigRejected(f"device: {config.device!r} is no device; use cpu, cuda or cuda:N", "device") from None
+        raise ConfigRejected(
+            f"device: {config.device!r} is no device; use cpu, cuda or cuda:N", "device"
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigRejected(f"device: {config.device!r} is not supported; use cpu, cuda or cuda:N", "device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
-        raise ConfigRejected(f"device: {config.device!r} is not there, torch sees {found} CUDA devices", "device")
+        raise ConfigRejected(
+            f"device: {config.device!r} is not there, torch sees {found} CUDA devices", "device"
+        )
     return device
 
 
@@ -138,7 +144,9 @@ def _drafter(
         kinds = ", ".join(stateful)
         reason = f"target {checkpoint.name} has layers whose state cannot be rewound ({kinds})"
         if config.drafter not in (None, "none"):
-            raise ConfigRejected(f"drafter: {reason}, so nothing may be drafted for it; use drafter = 'none'", "drafter")
+            raise ConfigRejected(
+                f"drafter: {reason}, so nothing may be drafted for it; use drafter = 'none'", "drafter"
+            )
         return None, None, reason
     if config.drafter == "none":
         return None, None, "no drafter, as configured (drafter = 'none')"

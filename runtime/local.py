@@ -215,7 +215,9 @@ class LocalRuntime:
                 "revision",
             )
         if not plan.allowed:
-            raise ConfigRejected(plan.summary, next((c.field for c in plan.changes if c.effect != "live"), None))
+            raise ConfigRejected(
+                plan.summary, next((c.field for c in plan.changes if c.effect != "live"), None)
+            )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
         changed = self._config.changed({each.field: each.new for each in plan.changes})
@@ -263,7 +265,9 @@ class LocalRuntime:
         except RuntimeFault as refused:
             self._fail(refused)
             return
-        except Exception as failure:  # any other fault of loading is stated, logged with its trace, and ends the engine
+        except (
+            Exception
+        ) as failure:  # any other fault of loading is stated, logged with its trace, and ends the engine
             log.exception("the engine failed to load")
             self._fail(RuntimeUnavailable(f"the engine failed to load: {type(failure).__name__}: {failure}"))
             return
@@ -296,7 +300,9 @@ class LocalRuntime:
     def _step(self, engine: Engine) -> None:
         try:
             stats = engine.step()
-        except Exception as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
+        except (
+            Exception
+        ) as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
             log.exception("a decode step failed")
             reason = f"a decode step failed: {type(failure).__name__}: {failure}"
             self._errors = (*self._errors[-9:], reason)

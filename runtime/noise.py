@@ -20,7 +20,9 @@ MAX_GUMBEL = 16.635532
 """Largest value `gumbel_rows` can return: -log(-log(1 - 2^-24))."""
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Ten rounds of Philox4x32. Words are int64 tensors holding 32-bit values, broadcast against each other."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -99,8 +99,12 @@ class RoundResult:
 def decode_round(models: Models, batch: Seq[Sequence], speculation: Seq[Speculation]) -> RoundResult:
     """Decodes one round of every sequence in `batch`; `speculation[i]` says how sequence i drafts."""
     clock = StageClock(models.target.device)
-    budgets = [_usable_budget(models, sequence, how) for sequence, how in zip(batch, speculation, strict=True)]
-    noise = [_noise_rows(models, sequence, budget > 0) for sequence, budget in zip(batch, budgets, strict=True)]
+    budgets = [
+        _usable_budget(models, sequence, how) for sequence, how in zip(batch, speculation, strict=True)
+    ]
+    noise = [
+        _noise_rows(models, sequence, budget > 0) for sequence, budget in zip(batch, budgets, strict=True)
+    ]
     log_probs = _draft_batch(models, batch, speculation, budgets, noise)
     clock.lap("draft")
 
@@ -188,7 +192,9 @@ def build_tree(log_probs: Tensor, tree_budget: int, roots: Tensor | None = None)
     device = log_probs.device
     width = min(tree_budget, vocab)
     if tree_budget == 0 or horizon == 0:
-        return _assemble(roots, log_probs.new_empty(batch, 0), *(torch.empty(batch, 0, dtype=torch.int64),) * 3)
+        return _assemble(
+            roots, log_probs.new_empty(batch, 0), *(torch.empty(batch, 0, dtype=torch.int64),) * 3
+        )
     top_values, top_ids = ordered_top(log_probs, width)
 
     # Depth by depth: score, token and the parent's place in the depth before. Candidates lie rank-major, so the
@@ -213,7 +219,9 @@ def build_tree(log_probs: Tensor, tree_budget: int, roots: Tensor | None = None)
     parents = [root_places.expand(batch, counts[0])]
     for depth in range(1, horizon):
         parents.append(place_of[:, offsets[depth - 1] : offsets[depth]].gather(1, kept_parents[depth]))
-    depths = torch.arange(1, horizon + 1, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    depths = torch.arange(1, horizon + 1, device=device).repeat_interleave(
+        torch.tensor(counts, device=device)
+    )
     return _assemble(
         roots,
         node_scores,
@@ -223,7 +231,9 @@ def build_tree(log_probs: Tensor, tree_budget: int, roots: Tensor | None = None)
     )
 
 
-def _assemble(roots: Tensor | None, scores: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor) -> DraftTree:
+def _assemble(
+    roots: Tensor | None, scores: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
+) -> DraftTree:
     """Puts the root before nodes `[batch, n]` and derives ancestor mask and sizes; nodes of score -inf are invalid."""
     batch, device = scores.shape[0], scores.device
     front = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -312,13 +322,18 @@ def extend_drafter(models: Models, batch: Seq[Sequence]) -> None:
     lengths = [sequence.committed_len - sequence.drafter_len for sequence in late]
     features = torch.cat([part for sequence in late for part in sequence.pending])
     positions = torch.cat(
-        [torch.arange(sequence.drafter_len, sequence.committed_len, device=features.device) for sequence in late]
+        [
+            torch.arange(sequence.drafter_len, sequence.committed_len, device=features.device)
+            for sequence in late
+        ]
     )
     for layer, (keys, values) in enumerate(drafter.context(features, positions)):
         row = 0
         for sequence, length in zip(late, lengths, strict=True):
             here = slice(row, row + length)
-            cache.drafter.write(layer, sequence.extent.start + sequence.drafter_len, keys[:, here], values[:, here])
+            cache.drafter.write(
+                layer, sequence.extent.start + sequence.drafter_len, keys[:, here], values[:, here]
+            )
             row += length
     for sequence in late:
         sequence.drafter_len = sequence.committed_len
@@ -355,13 +370,22 @@ def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken
 
 def _usable_budget(models: Models, sequence: Sequence, how: Speculation) -> int:
     """Draft nodes worth verifying: none where nothing may be drafted or no draft could be emitted any more."""
-    if how.mode == "off" or models.draft_horizon == 0 or sequence.remaining < 2 or not sequence.keeps_features:
+    if (
+        how.mode == "off"
+        or models.draft_horizon == 0
+        or sequence.remaining < 2
+        or not sequence.keeps_features
+    ):
         return 0
     return min(models.draft_horizon, sequence.remaining - 1) if how.mode == "chain" else how.tree_budget
 
 
 def _draft_batch(
-    models: Models, batch: Seq[Sequence], speculation: Seq[Speculation], budgets: Seq[int], noise: Seq[Tensor | None]
+    models: Models,
+    batch: Seq[Sequence],
+    speculation: Seq[Speculation],
+    budgets: Seq[int],
+    noise: Seq[Tensor | None],
 ) -> Tensor:
     """Log-probabilities `[batch, horizon, vocab]`; -inf for what may not be drafted.
 
@@ -416,13 +440,13 @@ def _choose_batch(
     if all(sequence.sampling.is_plain_argmax for sequence in batch):
         chosen = list(torch.cat(list(logits)).argmax(-1).split(list(sizes)))
     else:
-        chosen = [
-            choose_after(sequence, tree, i, logits[i], noise[i]) for i, sequence in enumerate(batch)
-        ]
+        chosen = [choose_after(sequence, tree, i, logits[i], noise[i]) for i, sequence in enumerate(batch)]
     return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
 
 
-def choose_after(sequence: Sequence, tree: DraftTree, row: int, logits: Tensor, noise: Tensor | None) -> Tensor:
+def choose_after(
+    sequence: Sequence, tree: DraftTree, row: int, logits: Tensor, noise: Tensor | None
+) -> Tensor:
     """The target's choice `[nodes]` after each of the first nodes of one tree, from their `logits [nodes, vocab]`."""
     size = logits.shape[0]
     depths = tree.depths[row, :size]

@@ -99,7 +99,9 @@ def adjust_logits(logits: Tensor, sampling: Sampling, context: RowContext) -> Te
                 logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
             )
             logits = torch.where(seen, scaled, logits)
-        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * seen.to(logits.dtype)
+        logits = (
+            logits - sampling.frequency_penalty * counts - sampling.presence_penalty * seen.to(logits.dtype)
+        )
     if sampling.logit_bias:
         logits = logits.clone()
         for token_id, bias in sampling.logit_bias:
@@ -127,7 +129,11 @@ def _candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         if reached or tail_out:
             break
         width = vocab
-    keep = probs.cumsum(-1) - probs < sampling.top_p if sampling.top_p < 1 else torch.ones_like(probs, dtype=torch.bool)
+    keep = (
+        probs.cumsum(-1) - probs < sampling.top_p
+        if sampling.top_p < 1
+        else torch.ones_like(probs, dtype=torch.bool)
+    )
     if sampling.min_p:
         keep &= probs >= sampling.min_p * probs[:, :1]
     keep[:, 0] = True

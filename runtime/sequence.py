@@ -83,7 +83,9 @@ class Sequence:
         ids = [token.token_id for token in tokens]
         self.token_ids.extend(ids)
         if self.counts is not None:
-            self.counts.index_add_(0, torch.tensor(ids, device=self.counts.device), self.counts.new_ones(len(ids)))
+            self.counts.index_add_(
+                0, torch.tensor(ids, device=self.counts.device), self.counts.new_ones(len(ids))
+            )
 
     def start_counts(self, vocab_size: int, device: torch.device) -> None:
         """Token counts `[vocab]` of what stands so far, where the sampling settings need them."""

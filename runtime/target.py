@@ -93,7 +93,10 @@ class TargetModel:
         heads = int(self.config.num_attention_heads)
         head_dim = getattr(self.config, "head_dim", None) or int(self.config.hidden_size) // heads
         return Geometry(
-            int(self.config.num_hidden_layers), int(self.config.num_key_value_heads), int(head_dim), self.dtype
+            int(self.config.num_hidden_layers),
+            int(self.config.num_key_value_heads),
+            int(head_dim),
+            self.dtype,
         )
 
     def limit_vocabulary(self, size: int) -> None:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Trains a drafter from start to finish on one GPU and leaves everything in one folder; bounded by the clock.
 #
-#   scripts/gpu_train.sh TARGET.gguf OUT PROMPTS_DIR EVAL_DIR [MINUTES_GENERATE] [MINUTES_TRAIN]
+#   scripts/gpu_train.sh TARGET.gguf OUT PROMPTS_DIR EVAL_DIR [MINUTES_GENERATE] [MINUTES_TRAIN] [OPTION ...]
 #
 # Run it from the repository root; it can be sent to the background: setsid scripts/gpu_train.sh ... </dev/null &
 # OUT/log.txt shows the progress, OUT/status the stage (ending in "done" or "failed: STAGE"), OUT/drafter the result.
-# The same command continues an interrupted run. GPU work that goes on for longer than a login is safe in setsid.
+# The same command continues an interrupted run. Further options go to train-drafter as they are (--rows 4096).
 set -u -o pipefail
 
 if [ "$#" -lt 4 ]; then
@@ -19,7 +19,7 @@ export PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TOKEN
 options=(--out "$out" --model "$target" --minutes-generate "$generate" --minutes-train "$train" --max-bytes 32000000)
 for file in "$prompts"/*.jsonl; do options+=(--prompts "$file"); done
 for file in "$evaluation"/*.jsonl; do options+=(--exclude "$file"); done
-options+=(--data-list scripts/training_data.json)
+options+=(--data-list scripts/training_data.json "${@:7}")
 
 stage() {
     echo "$1" >"$out/status"

@@ -49,7 +49,7 @@ class FakeRuntime:
         config: RuntimeConfig | None = None,
         *,
         loading: bool = False,
-        answer: str = ANSWER * 4,
+        answer: str = (ANSWER * 4).strip(),
         round_s: float = 0.01,
         baseline_tok_s: float | None = 40.0,
     ) -> None:

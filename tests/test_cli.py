@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO
 
@@ -228,3 +230,69 @@ def test_the_debug_variable_shows_where_an_error_came_from() -> None:
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("ddtree: top_k = -1")
+
+
+PLAIN = ["--mode", "off", "--temperature", "0"]
+
+
+def interruptible(*arguments: str) -> subprocess.Popen[str]:
+    """A command that Ctrl-C reaches even where the tests themselves run in the background, with it ignored."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "console", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+@pytest.mark.usefixtures("default_checkpoint")
+def test_generate_streams_the_text_that_its_json_holds() -> None:
+    with subprocess.Popen(["echo", "Name three colours."], stdout=subprocess.PIPE) as prompt:
+        assert prompt.stdout
+        answer = ddtree(
+            "generate", "-", *PLAIN, "--max-tokens", "8", "--json", "--seed", "5", stdin=prompt.stdout
+        )
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert len(found["token_ids"]) == found["output_tokens"] == 8
+    assert (found["schema"], found["seed"], found["mode"], found["tree_budget"]) == (1, 5, "off", 0)
+    assert (found["finish_reason"], found["rounds"], found["accept_length"]) == ("length", 7, 1.0)
+    assert found["prompt_tokens"] > 8
+    assert found["tok_s"] > 0
+    streamed = ddtree("generate", "Name three colours.", *PLAIN, "--max-tokens", "8")
+    assert streamed.stdout == found["text"] + "\n"
+    assert streamed.stderr == ""
+
+
+@pytest.mark.usefixtures("default_checkpoint")
+def test_ctrl_c_keeps_the_text_so_far() -> None:
+    with interruptible("generate", "Tell me a long story.", *PLAIN, "--max-tokens", "2000") as process:
+        assert process.stdout
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + rest).strip()
+    assert rest.endswith("\n")
+    assert errors == ""
+
+
+@pytest.mark.usefixtures("default_checkpoint")
+def test_ctrl_c_while_the_model_loads_ends_quietly() -> None:
+    with interruptible("generate", "x", *PLAIN) as process:
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        text, errors = process.communicate(timeout=60)
+    assert (process.returncode, text, errors) == (130, "", "")
+
+
+@pytest.mark.usefixtures("default_checkpoint")
+def test_a_reader_that_has_seen_enough_ends_the_answer_quietly() -> None:
+    with interruptible("generate", "Tell me a long story.", *PLAIN, "--max-tokens", "2000") as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        process.wait(timeout=60)

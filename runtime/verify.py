@@ -1,0 +1,274 @@
+"""Checks that speculation changes no token: the same prompts plain and speculative, compared token by token.
+
+Where texts differ, the speculative one is fed through the plain path (teacher forcing): every token must be the plain
+choice there or score within tau of it, a near-tie that batched arithmetic may round either way. Near-ties are rare by
+rule; more than the dtype allows is a failure whatever the gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.attention import Segment, Step, causal_mask
+from runtime.calibrate import calibrate
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.interface import GenerateRequest, Mode, RequestFinished, SamplingParams
+from runtime.kv_cache import Extent
+from runtime.loader import load
+from runtime.prompt_sets import bundled_prompts, read_prompts
+from runtime.round import position_noise
+from runtime.sampling import RowContext, Sampling, choice_scores
+
+SCHEMA = 1
+TOKENS_PER_NEAR_TIE = {torch.float32: 5000, torch.bfloat16: 100}
+
+
+@dataclass(frozen=True)
+class VerifyPlan:
+    """What to compare with plain decoding. `budgets` empty = the configured or calibrated one."""
+
+    config: RuntimeConfig
+    modes: tuple[str, ...] = ("chain", "tree")
+    budgets: tuple[int, ...] = ()
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    seed: int = 7
+    prompts: Path | None = None
+    max_tokens: int = 64
+    prompts_per_kind: int = 8
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One token that is not the plain choice. `margin` is the plain choice's score less this token's."""
+
+    prompt: int
+    mode: str
+    tree_budget: int
+    temperature: float
+    position: int
+    """Output token number, from 0."""
+    plain: int
+    speculative: int
+    margin: float
+    tau: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.margin <= self.tau
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Texts compared and what was found; a text is one prompt under one mode, budget and temperature."""
+
+    conditions: dict[str, Any]
+    prompts: int
+    texts: int
+    identical: int
+    tokens: int
+    allowed_near_ties: int
+    near_ties: tuple[Divergence, ...]
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.divergences or len(self.near_ties) > self.allowed_near_ties else 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "prompts": self.prompts,
+            "texts": self.texts,
+            "identical": self.identical,
+            "tokens": self.tokens,
+            "near_ties": len(self.near_ties),
+            "near_ties_allowed": self.allowed_near_ties,
+            "near_tie_list": [asdict(each) for each in self.near_ties],
+            "divergences": [asdict(each) for each in self.divergences],
+            "conditions": self.conditions,
+        }
+
+    def table(self) -> str:
+        """The findings for people."""
+        lines = [
+            f"{self.identical} of {self.texts} texts ({self.prompts} prompts) have exactly the plain tokens; "
+            f"{self.tokens} tokens compared"
+        ]
+        for each in (*self.divergences, *self.near_ties):
+            kind = "near-tie" if each.near_tie else "DIVERGENCE"
+            lines.append(
+                f"{kind}: prompt {each.prompt}, {each.mode} budget {each.tree_budget}, T={each.temperature:g}, token "
+                f"{each.position}: plain {each.plain}, speculative {each.speculative}, "
+                f"margin {each.margin:.2e} (tau {each.tau:.2e})"
+            )
+        if self.divergences:
+            lines.append("speculation changed the text: this is a bug")
+        elif len(self.near_ties) > self.allowed_near_ties:
+            lines.append(
+                f"{len(self.near_ties)} near-ties are more than the {self.allowed_near_ties} this dtype allows"
+            )
+        elif self.near_ties:
+            lines.append(
+                f"no divergence beyond {len(self.near_ties)} near-ties ({self.allowed_near_ties} allowed)"
+            )
+        else:
+            lines.append("no divergence")
+        return "\n".join(lines)
+
+
+def run_verify(plan: VerifyPlan, progress: Callable[[str], None] = lambda _line: None) -> VerifyReport:
+    """Loads the engine and compares every mode and budget of `plan` with plain decoding."""
+    engine = Engine(load(plan.config, lambda _share, what: progress(what)), plan.config, default_budget=0)
+    if plan.budgets:
+        budgets: tuple[int, ...] = plan.budgets
+    else:
+        configured = plan.config.tree_budget
+        budgets = (calibrate(engine).tree_budget if configured is None else configured,)
+    if plan.prompts is not None:
+        prompts = read_prompts(plan.prompts)
+    else:
+        prompts = [prompt for kind in bundled_prompts(plan.prompts_per_kind).values() for prompt in kind]
+    return compare(engine, plan, prompts, budgets, progress)
+
+
+def compare(
+    engine: Engine,
+    plan: VerifyPlan,
+    prompts: list[dict[str, Any]],
+    budgets: tuple[int, ...],
+    progress: Callable[[str], None] = lambda _line: None,
+) -> VerifyReport:
+    """Compares on a loaded, idle engine."""
+    variants: list[tuple[Mode, int]] = []
+    for mode in plan.modes:
+        variants += [(mode, budget) for budget in (budgets if mode == "tree" else (0,))]  # type: ignore[misc]
+    texts = identical = tokens = 0
+    found: list[Divergence] = []
+    taus: dict[float, float] = {}
+    for number, prompt in enumerate(prompts):
+        progress(f"prompt {number + 1} of {len(prompts)}")
+        for temperature in plan.temperatures:
+            plain = _decode(engine, plan, prompt, "off", 0, temperature)
+            for mode, budget in variants:
+                spec = _decode(engine, plan, prompt, mode, budget, temperature)
+                texts += 1
+                tokens += len(spec.token_ids)
+                if spec.token_ids == plain.token_ids:
+                    identical += 1
+                    continue
+                if temperature not in taus:
+                    taus[temperature] = near_tie_gap(engine, temperature, _prompt_ids(engine, prompt))
+                for position, choice, margin in judge(engine, plan, prompt, spec, temperature):
+                    at = (number, mode, budget, temperature, position)
+                    found.append(Divergence(*at, choice, spec.token_ids[position], margin, taus[temperature]))
+    per_tie = TOKENS_PER_NEAR_TIE[engine.models.target.dtype]
+    return VerifyReport(
+        conditions={
+            "model": engine.loaded.checkpoint.name,
+            "dtype": str(engine.models.target.dtype).removeprefix("torch."),
+            "variants": [{"mode": mode, "tree_budget": budget} for mode, budget in variants],
+            "temperatures": list(plan.temperatures),
+            "seed": plan.seed,
+            "max_tokens": plan.max_tokens,
+            "speculation": engine.loaded.no_drafter_reason or "ready",
+        },
+        prompts=len(prompts),
+        texts=texts,
+        identical=identical,
+        tokens=tokens,
+        allowed_near_ties=max(1, tokens // per_tie),
+        near_ties=tuple(each for each in found if each.near_tie),
+        divergences=tuple(each for each in found if not each.near_tie),
+    )
+
+
+@torch.inference_mode()
+def judge(
+    engine: Engine, plan: VerifyPlan, prompt: dict[str, Any], text: RequestFinished, temperature: float
+) -> list[tuple[int, int, float]]:
+    """(output token number, plain choice, margin) of every token of `text` that is not the plain choice there."""
+    ids = _prompt_ids(engine, prompt)
+    start = len(ids)
+    target = engine.models.target
+    logits = teacher_logits(engine, (*ids, *text.token_ids[:-1]), rows=32)[start - 1 :]
+    config = engine.config
+    sampling = Sampling(temperature=temperature, top_p=config.top_p, top_k=config.top_k, seed=plan.seed)
+    noise = None if sampling.greedy else position_noise(plan.seed, start, len(text.token_ids), target)
+    context = RowContext(torch.arange(len(text.token_ids), device=target.device))
+    scores = choice_scores(logits, sampling, context, noise)
+    best, choice = scores.max(-1)
+    emitted = scores.gather(1, torch.tensor(text.token_ids, device=target.device).unsqueeze(1)).squeeze(1)
+    margins = (best - emitted).tolist()
+    pairs = enumerate(zip(choice.tolist(), text.token_ids, strict=True))
+    return [(i, plain, margins[i]) for i, (plain, token_id) in pairs if plain != token_id]
+
+
+def teacher_logits(engine: Engine, token_ids: tuple[int, ...], rows: int) -> Tensor:
+    """Logits `[tokens, vocab]` (float32) after each of `token_ids`, computed `rows` at a time over free slots."""
+    cache = engine.models.cache
+    engine.scheduler.drop_prefixes()
+    extent = cache.allocate(len(token_ids))
+    if extent is None:
+        raise RuntimeError("verification needs an idle engine")
+    try:
+        return torch.cat(
+            [_chunk_logits(engine, extent, token_ids, at, rows) for at in range(0, len(token_ids), rows)]
+        )
+    finally:
+        cache.free(extent)
+
+
+def _chunk_logits(engine: Engine, extent: Extent, token_ids: tuple[int, ...], at: int, rows: int) -> Tensor:
+    target = engine.models.target
+    ids = torch.tensor(token_ids[at : at + rows], device=target.device)
+    positions = torch.arange(at, at + len(ids), device=target.device)
+    segment = Segment(extent.start, at, len(ids), causal_mask(len(ids), target.device), positions)
+    return target.logits(
+        target.forward(ids, positions, Step.of(engine.models.cache.target, [segment])).hidden
+    )
+
+
+@torch.inference_mode()
+def near_tie_gap(engine: Engine, temperature: float, token_ids: tuple[int, ...]) -> float:
+    """The largest score gap that counts as a near-tie (tau).
+
+    float32: 1e-3 / max(T, 0.1). Other dtypes: twice the 99.9th percentile of the logit differences between the same
+    positions computed one row at a time and 32 rows at a time, divided by T.
+    """
+    if engine.models.target.dtype == torch.float32:
+        return 1e-3 / max(temperature, 0.1)
+    sample = token_ids[:96]
+    gaps = (
+        (teacher_logits(engine, sample, 1) - teacher_logits(engine, sample, 32)).abs().flatten().sort().values
+    )
+    return 2 * float(gaps[int(0.999 * (len(gaps) - 1))]) / (temperature if temperature >= 1e-4 else 1.0)
+
+
+def _decode(
+    engine: Engine, plan: VerifyPlan, prompt: dict[str, Any], mode: Mode, budget: int, temperature: float
+) -> RequestFinished:
+    finished: list[RequestFinished] = []
+
+    def sink(event: object) -> None:
+        if isinstance(event, RequestFinished):
+            finished.append(event)
+
+    sampling = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed)
+    engine.submit(
+        GenerateRequest(**prompt, sampling=sampling, mode=mode, tree_budget=budget, reuse_prefix=False), sink
+    )
+    while engine.busy:
+        engine.step()
+    return finished[0]
+
+
+def _prompt_ids(engine: Engine, prompt: dict[str, Any]) -> tuple[int, ...]:
+    messages = prompt.get("messages") or ({"role": "user", "content": prompt["prompt"]},)
+    return tuple(engine.loaded.tokenizer.apply_chat_template([dict(message) for message in messages]))
