@@ -47,11 +47,11 @@ lint: .venv/installed-dev
 	$(venv_python) -m ruff check
 	$(venv_python) -m ruff format --check
 	$(venv_python) -m mypy
-	.venv/bin/lint-imports --no-logo
+	.venv/bin/lint-imports --no-logo --no-cache
 
 bench-check: .venv/installed-dev
 	@$(venv_python) -m console model fetch
-	@$(venv_python) tests/bench_check.py
+	@$(venv_python) scripts/bench_check.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

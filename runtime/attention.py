@@ -91,7 +91,7 @@ def packed_attention(
         out = F.scaled_dot_product_attention(
             packed.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=bias, scale=scale
         )
-    return out.view(heads, rows, dim)
+    return out.reshape(heads, rows, dim)
 
 
 def attend_slots(
@@ -180,13 +180,13 @@ def _attend_padded(
     batch, rows = padded.rows.shape
     heads, _, dim = queries.shape
     kv_heads = keys.shape[0]
-    packed = queries[:, padded.rows].view(kv_heads, heads // kv_heads, batch, rows, dim)
+    packed = queries[:, padded.rows].reshape(kv_heads, heads // kv_heads, batch, rows, dim)
     packed = packed.permute(2, 0, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     seen_keys = pool.keys[layer][:, padded.slots].transpose(0, 1)
     seen_values = pool.values[layer][:, padded.slots].transpose(0, 1)
     mask = padded.allowed.repeat(1, heads // kv_heads, 1).unsqueeze(1)
     out = F.scaled_dot_product_attention(packed, seen_keys, seen_values, attn_mask=mask, scale=scale)
-    out = out.view(batch, kv_heads, heads // kv_heads, rows, dim).permute(1, 2, 0, 3, 4)
+    out = out.reshape(batch, kv_heads, heads // kv_heads, rows, dim).permute(1, 2, 0, 3, 4)
     return out.reshape(heads, batch * rows, dim)[:, padded.back]
 
 

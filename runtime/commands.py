@@ -92,6 +92,9 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
     ] = None,
+    prompts_per_kind: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Built-in prompts of each kind; default: 8.")
+    ] = None,
     repetitions: Annotated[
         int, typer.Option(metavar="N", min=1, help="Interleaved repetitions of each case.")
     ] = 5,
@@ -108,6 +111,7 @@ def bench(
         resolved.config.changed({"max_concurrency": count})
     temperatures = _temperatures(resolved.config, temperature)
     modes = words("--mode", mode, MODES)
+    per_kind = _per_kind(prompts, prompts_per_kind)
     config = resolved.config.changed({"max_concurrency": max(resolved.config.max_concurrency, *at_once)})
     from runtime.bench import BenchPlan, run_bench
 
@@ -118,6 +122,7 @@ def bench(
         concurrency=at_once,
         temperatures=temperatures,
         prompts=prompts,
+        prompts_per_kind=per_kind,
         repetitions=repetitions,
         max_tokens=max_tokens,
     )
@@ -134,6 +139,9 @@ def verify(
     resolved: "ResolvedConfig",
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
+    ] = None,
+    prompts_per_kind: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Built-in prompts of each kind; default: 8.")
     ] = None,
     mode: Annotated[
         str, typer.Option(metavar="LIST", help="Modes compared with plain decoding.")
@@ -154,6 +162,7 @@ def verify(
     budgets = _budgets(resolved.config, tree_budget)
     temperatures = _temperatures(resolved.config, temperature)
     modes = words("--mode", mode, MODES)
+    per_kind = _per_kind(prompts, prompts_per_kind)
     from runtime.verify import VerifyPlan, run_verify
 
     plan = VerifyPlan(
@@ -163,6 +172,7 @@ def verify(
         temperatures=temperatures,
         seed=seed,
         prompts=prompts,
+        prompts_per_kind=per_kind,
         max_tokens=max_tokens,
     )
     with ProgressLine() as progress:
@@ -235,6 +245,14 @@ def _temperatures(config: "RuntimeConfig", text: str) -> tuple[float, ...]:
     for temperature in temperatures:
         config.changed({"temperature": temperature})
     return temperatures
+
+
+def _per_kind(prompts: Path | None, number: int | None) -> int:
+    if prompts is not None and number is not None:
+        raise typer.BadParameter(
+            "counts built-in prompts; leave it out with --prompts", param_hint="--prompts-per-kind"
+        )
+    return 8 if number is None else number
 
 
 def _with_room(config: "RuntimeConfig", budgets: tuple[int, ...]) -> "RuntimeConfig":

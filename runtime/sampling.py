@@ -120,13 +120,14 @@ def _candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     width = min(sampling.top_k, vocab) if sampling.top_k else min(1024, vocab)
     while True:
         values, ids = ordered_top(scores, width)
-        if sampling.top_k or width == vocab:
+        if sampling.top_k:
             probs = values.softmax(-1)
             break
+        # One formula whatever the width, which depends on the other rows: a row's own result must not.
         probs = (values - scores.logsumexp(-1, keepdim=True)).exp()
         reached = probs.sum(-1).min() >= min(sampling.top_p, 1.0) if sampling.top_p < 1 else False
         tail_out = probs[:, -1].max() < sampling.min_p * probs[:, 0].min() if sampling.min_p else False
-        if reached or tail_out:
+        if reached or tail_out or width == vocab:
             break
         width = vocab
     keep = (

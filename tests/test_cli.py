@@ -296,3 +296,14 @@ def test_a_reader_that_has_seen_enough_ends_the_answer_quietly() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         process.wait(timeout=60)
+
+
+@pytest.mark.usefixtures("default_checkpoint")
+def test_bench_shows_a_table_and_ends_in_one_json_line() -> None:
+    quick = ["--repetitions", "1", "--max-tokens", "2", "--prompts-per-kind", "1"]
+    done = ddtree("bench", "--mode", "off", *quick)
+    assert done.returncode == 0, done.stderr
+    *table, last = done.stdout.splitlines()
+    assert "tok/s" in table[0]
+    [result] = json.loads(last)["results"]
+    assert (result["mode"], result["accept_length"], result["speed_up"]) == ("off", 1.0, 1.0)
