@@ -44,6 +44,7 @@ NOTICE_S = 8.0
 KEEP_LINES = 500
 CAPTURED_AT_ONCE = 200
 
+PALETTE = "Every command by name; in an input too with ctrl+p."
 QUIT = "Quit; asks first if a request is running."
 COPY = "Copy the selected text; without any, quit as q does."
 SUSPEND = "Refused: the engine in this process would stop too."
@@ -66,8 +67,9 @@ class ConsoleApp(App[int]):
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
         Binding("question_mark", "help", "help", tooltip="This help."),
         Binding(
-            "colon", "command_palette", "commands", show=False, tooltip="Every command; ctrl+p in inputs."
+            "colon", "command_palette", "commands", show=False, tooltip=PALETTE
         ),
+        Binding("ctrl+p", "command_palette", "commands", show=False, priority=True, tooltip=PALETTE),
         Binding("q", "quit", "quit", tooltip=QUIT),
         Binding("ctrl+q", "quit", "quit", show=False, priority=True, tooltip=QUIT),
         Binding("ctrl+c", "interrupt", "copy or quit", show=False, tooltip=COPY),
@@ -107,9 +109,9 @@ class ConsoleApp(App[int]):
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
             sys.stdout = sys.stderr = self._terminal.stream
-        await self.action_screen_named(LiveScreen.NAME)
         self.theme_changed_signal.subscribe(self, lambda _theme: self._colour())
         self._colour()
+        await self.action_screen_named(LiveScreen.NAME)
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start)
 

@@ -124,7 +124,8 @@ class Padded:
     """Index tensors that turn a ragged batch into a padded one, so that a GPU gets few large calls.
 
     `rows [batch, most rows]` row numbers, `slots [batch, most slots]`, `new_slots [rows]` where new keys go,
-    `back [rows]` places in the padded output, `allowed [batch, most rows, most slots]`.
+    `back [rows]` places in the padded output, `allowed [batch, most rows, most slots]`; `row_positions`
+    `[batch, most rows]` and `slot_positions [batch, most slots]` are absolute.
     """
 
     rows: Tensor
@@ -132,15 +133,22 @@ class Padded:
     new_slots: Tensor
     back: Tensor
     allowed: Tensor
+    row_positions: Tensor
+    slot_positions: Tensor
 
 
 def pad_segments(segments: Seq[Segment], device: torch.device) -> Padded:
-    """Index tensors of a ragged batch. Padding rows repeat row 0 of the batch, padding slots are masked out."""
+    """Index tensors of a ragged batch. Padding rows repeat row 0 of the batch, padding slots are masked out.
+
+    Padding slots repeat the first slot of their sequence: it has been written, and a masked value must still be finite.
+    """
     most_rows = max(segment.rows for segment in segments)
     most_slots = max(segment.prefix_len + segment.rows for segment in segments)
     rows = torch.zeros(len(segments), most_rows, dtype=torch.int64)
-    slots = torch.zeros(len(segments), most_slots, dtype=torch.int64)
+    slots = torch.tensor([segment.slot_start for segment in segments]).unsqueeze(1).repeat(1, most_slots)
     allowed = torch.zeros(len(segments), most_rows, most_slots, dtype=torch.bool, device=device)
+    row_positions = torch.zeros(len(segments), most_rows, dtype=torch.int64, device=device)
+    slot_positions = torch.zeros(len(segments), most_slots, dtype=torch.int64, device=device)
     new_slots, back = [], []
     first = 0
     for i, segment in enumerate(segments):
@@ -151,6 +159,9 @@ def pad_segments(segments: Seq[Segment], device: torch.device) -> Padded:
         back.append(torch.arange(i * most_rows, i * most_rows + segment.rows))
         allowed[i, :, : max(segment.prefix_len, 1)] = True
         allowed[i, : segment.rows, segment.prefix_len : length] = segment.mask
+        row_positions[i, : segment.rows] = segment.positions
+        slot_positions[i, : segment.prefix_len] = torch.arange(segment.prefix_len, device=device)
+        slot_positions[i, segment.prefix_len : length] = segment.positions
         first += segment.rows
     return Padded(
         rows.to(device),
@@ -158,6 +169,8 @@ def pad_segments(segments: Seq[Segment], device: torch.device) -> Padded:
         torch.cat(new_slots).to(device),
         torch.cat(back).to(device),
         allowed,
+        row_positions,
+        slot_positions,
     )
 
 
@@ -172,8 +185,6 @@ def _attend_padded(
     window: int | None,
 ) -> Tensor:
     """`attend_slots` by one gathered, padded attention over all sequences."""
-    if window is not None and padded.slots.shape[1] > window:
-        raise ValueError(f"a sliding window of {window} is not supported for batches on this device")
     pool = step.pool
     pool.keys[layer][:, padded.new_slots] = keys
     pool.values[layer][:, padded.new_slots] = values
@@ -184,7 +195,10 @@ def _attend_padded(
     packed = packed.permute(2, 0, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     seen_keys = pool.keys[layer][:, padded.slots].transpose(0, 1)
     seen_values = pool.values[layer][:, padded.slots].transpose(0, 1)
-    mask = padded.allowed.repeat(1, heads // kv_heads, 1).unsqueeze(1)
+    allowed = padded.allowed
+    if window is not None and padded.slots.shape[1] > window:
+        allowed = allowed & (padded.row_positions.unsqueeze(2) - padded.slot_positions.unsqueeze(1) < window)
+    mask = allowed.repeat(1, heads // kv_heads, 1).unsqueeze(1)
     out = F.scaled_dot_product_attention(packed, seen_keys, seen_values, attn_mask=mask, scale=scale)
     out = out.reshape(batch, kv_heads, heads // kv_heads, rows, dim).permute(1, 2, 0, 3, 4)
     return out.reshape(heads, batch * rows, dim)[:, padded.back]

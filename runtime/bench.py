@@ -123,7 +123,8 @@ class BenchReport:
 
     def table(self) -> str:
         """The results for people."""
-        head = f"{'mode':<8}{'budget':>7}{'conc':>6}{'T':>6}{'tok/s':>9}{'range':>15}{'x plain':>9}{'accept':>8}{'round ms':>10}"
+        head = f"{'mode':<8}{'budget':>7}{'conc':>6}{'T':>6}{'tok/s':>9}{'range':>15}{'x plain':>9}"
+        head += f"{'accept':>8}{'round ms':>10}"
         lines = [head, "-" * len(head)]
         for result in self.results:
             case, (low, high) = result.case, result.tok_s_range

@@ -132,7 +132,7 @@ class DrafterConfig:
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., 1, rows, head_dim]` of rotary embedding at `positions [..., rows]` (RoFormer, eq. 34)."""
+    """Rotary cosines and sines `[..., 1, rows, head_dim]` at `positions [..., rows]` (RoFormer, eq. 34)."""
     inverse = theta ** (
         -torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     )

@@ -30,7 +30,7 @@ from runtime.interface import (
 )
 from runtime.loader import Loaded
 from runtime.output import TextStream
-from runtime.round import Models, RoundResult, SequenceRound, decode_round, prefill
+from runtime.round import Models, RoundResult, SequenceRound, decode_round, hand_over, prefill
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
 
@@ -75,9 +75,11 @@ class Engine:
 
         Raises RequestRejected for a request that can never run and RuntimeUnavailable when the queue is full.
         """
-        if len(self.scheduler.waiting) > self.config.max_queue:
+        waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
+        if waiting >= self.config.max_queue + max(0, self.config.max_concurrency - running):
             raise RuntimeUnavailable(
-                f"{len(self.scheduler.waiting)} requests wait already (max_queue = {self.config.max_queue}); try later"
+                f"{running} requests run and {waiting} wait already (max_concurrency = {self.config.max_concurrency}, "
+                f"max_queue = {self.config.max_queue}); try later"
             )
         admitted = admit(request, self.config, self.loaded.limits, self.loaded.tokenizer)
         self._serial += 1
@@ -216,6 +218,8 @@ class Engine:
         pieces, tail = ticket.stream.finish()
         if pieces:
             running.sink(TokensEmitted(request_id=ticket.request_id, pieces=tuple(pieces)))
+        if keep:
+            hand_over(self.models, _sequence(ticket))
         self.scheduler.finish(ticket, keep)
         self._close(running, reason, error, tail)
 

@@ -1,8 +1,9 @@
-"""A fused decoder for dense Llama-type targets on one rank: the transformers classes' result with a third of the calls.
+"""Fused decoder layers for dense Llama-type models on one rank: the plain modules' result with a third of the calls.
 
 Query, key and value projections are one product, gate and up another. Rotary embedding is one complex multiplication:
 the rows of the query and key weights are interleaved at load so that a rotation's two numbers stand side by side,
-which leaves every query-key product as it was. Tests hold it against the transformers classes.
+which leaves every query-key product as it was. The target and the drafter run through the same stack; tests hold them
+against the transformers classes and against `drafter.Drafter`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.attention import Step, attend_slots
+from runtime.drafter import Drafter, DrafterConfig
 from runtime.linear import Linear, LinearFactory
 
 FUSED_ARCHITECTURES = frozenset(
@@ -36,6 +38,22 @@ def fusable(architecture: str, config: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class StackShape:
+    """Dimensions of a stack; `windows` has the sliding window of each layer, None = full attention.
+
+    `frequencies [head_dim / 2]` are the rotary embedding's inverse frequencies, `rope_scale` its attention scaling.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    windows: tuple[int | None, ...]
+    frequencies: Tensor
+    rope_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class FusedLayer:
     """One layer's weights; norms are `[hidden]` or `[head_dim]`."""
 
@@ -50,8 +68,95 @@ class FusedLayer:
     window: int | None
 
 
+class FusedStack:
+    """Decoder layers from a state dict with names `{prefix}{index}.…`, whose entries are taken out to save memory."""
+
+    def __init__(
+        self, state: dict[str, Tensor], prefix: str, shape: StackShape, factory: LinearFactory
+    ) -> None:
+        self.shape = shape
+        self.interleave = torch.arange(shape.head_dim).view(2, -1).t().flatten().to(shape.frequencies.device)
+        self._layers = [self._layer(state, f"{prefix}{i}.", i, factory) for i in range(len(shape.windows))]
+
+    def rotation(self, positions: Tensor) -> Tensor:
+        """Complex rotation factors `[rows, 1, head_dim / 2]` at `positions [rows]` (RoFormer, eq. 34)."""
+        angles = positions.float().unsqueeze(1) * self.shape.frequencies
+        return torch.polar(torch.full_like(angles, self.shape.rope_scale), angles).unsqueeze(1)
+
+    def run(
+        self, hidden: Tensor, positions: Tensor, step: Step, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """All layers over `hidden [rows, hidden_size]`; also the outputs of the layers in `taps`."""
+        rotation = self.rotation(positions)
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            hidden = hidden + self._attention(
+                layer, index, self.rms(hidden, layer.input_norm), rotation, step
+            )
+            gate, up = layer.gate_up(self.rms(hidden, layer.post_norm)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
+            if index in taps:
+                tapped[index] = hidden
+        return hidden, tapped
+
+    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last dimension."""
+        return F.rms_norm(x, weight.shape, weight, self.shape.eps)
+
+    def rotate(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Rotates interleaved heads `[rows, heads, head_dim]`, computed in float32."""
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+    def interleaved(self, weight: Tensor) -> Tensor:
+        """Interleaves each head's rows of a query or key weight (or bias): (i, i + dim / 2) become neighbours."""
+        return weight.unflatten(0, (-1, self.shape.head_dim))[:, self.interleave].flatten(0, 1)
+
+    def _attention(self, layer: FusedLayer, index: int, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
+        rows, heads = x.shape[0], self.shape.heads
+        turned = heads + self.shape.kv_heads
+        qkv = layer.qkv(x).view(rows, -1, self.shape.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries = self.rms(qkv[:, :heads], layer.q_norm)
+            pairs = torch.cat((queries, self.rms(qkv[:, heads:turned], layer.k_norm)), dim=1)
+        else:
+            pairs = qkv[:, :turned]
+        rotated = self.rotate(pairs, rotation).transpose(0, 1)
+        values = qkv[:, turned:].transpose(0, 1)
+        scale = self.shape.head_dim**-0.5
+        out = attend_slots(step, index, rotated[:heads], rotated[heads:], values, scale, layer.window)
+        return layer.o(out.transpose(0, 1).reshape(rows, -1))
+
+    def _layer(self, state: dict[str, Tensor], prefix: str, index: int, factory: LinearFactory) -> FusedLayer:
+        def take(name: str) -> Tensor | None:
+            return state.pop(prefix + name, None)
+
+        def need(name: str) -> Tensor:
+            return state.pop(prefix + name)
+
+        def projection(name: str) -> tuple[Tensor, Tensor | None]:
+            return need(f"self_attn.{name}_proj.weight"), take(f"self_attn.{name}_proj.bias")
+
+        (q, q_bias), (k, k_bias), (v, v_bias) = projection("q"), projection("k"), projection("v")
+        bias = None
+        if q_bias is not None and k_bias is not None and v_bias is not None:
+            bias = torch.cat((self.interleaved(q_bias), self.interleaved(k_bias), v_bias))
+        q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
+        return FusedLayer(
+            qkv=factory(torch.cat((self.interleaved(q), self.interleaved(k), v)), bias),
+            o=factory(*projection("o")),
+            gate_up=factory(torch.cat((need("mlp.gate_proj.weight"), need("mlp.up_proj.weight")))),
+            down=factory(need("mlp.down_proj.weight")),
+            input_norm=need("input_layernorm.weight"),
+            post_norm=need("post_attention_layernorm.weight"),
+            q_norm=None if q_norm is None else q_norm[self.interleave],
+            k_norm=None if k_norm is None else k_norm[self.interleave],
+            window=self.shape.windows[index],
+        )
+
+
 class FusedDecoder:
-    """The decoder stack of a dense target, from a state dict of Hugging Face names (consumed to save memory)."""
+    """The decoder of a dense target, from a state dict of Hugging Face names (taken apart)."""
 
     def __init__(
         self,
@@ -61,94 +166,85 @@ class FusedDecoder:
         factory: LinearFactory,
         taps: tuple[int, ...],
     ) -> None:
-        self._heads = int(config.num_attention_heads)
-        self._kv_heads = int(config.num_key_value_heads)
-        self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
-        self._eps = float(config.rms_norm_eps)
-        self._scale = self._head_dim**-0.5
-        self._inverse, self._rope_scale = rotary
+        heads = int(config.num_attention_heads)
+        types = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+        window = getattr(config, "sliding_window", None)
+        shape = StackShape(
+            heads=heads,
+            kv_heads=int(config.num_key_value_heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            eps=float(config.rms_norm_eps),
+            windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+            frequencies=rotary[0],
+            rope_scale=rotary[1],
+        )
         self._taps = taps
-        self.embedding = state["model.embed_tokens.weight"]
-        head = state.get("lm_head.weight", self.embedding)
-        self.head = factory(head)
+        self._stack = FusedStack(state, "model.layers.", shape, factory)
         self._norm = state["model.norm.weight"]
-        self._interleave = torch.arange(self._head_dim).view(2, -1).t().flatten().to(self.embedding.device)
-        self._layers = [self._layer(state, config, i, factory) for i in range(int(config.num_hidden_layers))]
+        self.embedding = state["model.embed_tokens.weight"]
+        self.head = factory(state.get("lm_head.weight", self.embedding))
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """Hidden states after the final norm `[rows, hidden]` and tapped features `[rows, taps * hidden]`."""
-        angles = positions.float().unsqueeze(1) * self._inverse
-        turn = torch.polar(torch.full_like(angles, self._rope_scale), angles).unsqueeze(1)
-        hidden = F.embedding(token_ids, self.embedding)
-        tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
-            hidden = hidden + self._attention(layer, index, self._rms(hidden, layer.input_norm), turn, step)
-            gate, up = layer.gate_up(self._rms(hidden, layer.post_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
-            if index in self._taps:
-                tapped[index] = hidden
+        embedded = F.embedding(token_ids, self.embedding)
+        hidden, tapped = self._stack.run(embedded, positions, step, self._taps)
         features = torch.cat([tapped[tap] for tap in self._taps], dim=-1) if self._taps else None
-        return self._rms(hidden, self._norm), features
+        return self._stack.rms(hidden, self._norm), features
 
-    def _attention(self, layer: FusedLayer, index: int, x: Tensor, turn: Tensor, step: Step) -> Tensor:
-        rows = x.shape[0]
-        qkv = layer.qkv(x).view(rows, -1, self._head_dim)
-        turned = self._heads + self._kv_heads
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries = self._rms(qkv[:, : self._heads], layer.q_norm)
-            keys = self._rms(qkv[:, self._heads : turned], layer.k_norm)
-            pairs = torch.cat((queries, keys), dim=1)
-        else:
-            pairs = qkv[:, :turned]
-        pairs = pairs.float().reshape(rows, turned, self._head_dim // 2, 2)
-        rotated = (
-            torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2).to(x.dtype).transpose(0, 1)
+
+class FusedDrafter:
+    """A drafter for decoding, from the plain module; rows of several sequences run as one ragged batch."""
+
+    def __init__(self, drafter: Drafter, factory: LinearFactory) -> None:
+        config: DrafterConfig = drafter.config
+        state = dict(drafter.state_dict())
+        self.config = config
+        device = state["norm.weight"].device
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+        shape = StackShape(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            windows=(None,) * config.num_hidden_layers,
+            frequencies=config.rope_theta**-exponents,
         )
-        values = qkv[:, turned:].transpose(0, 1)
-        out = attend_slots(
-            step, index, rotated[: self._heads], rotated[self._heads :], values, self._scale, layer.window
-        )
-        return layer.o(out.transpose(0, 1).reshape(rows, -1))
+        names = [f"layers.{i}.self_attn" for i in range(config.num_hidden_layers)]
+        kept = {
+            f"{name}.{part}": state[f"{name}.{part}"] for name in names for part in _context_parts(config)
+        }
+        self._stack = FusedStack(state, "layers.", shape, factory)
+        self._fc = factory(state["fc.weight"])
+        self._hidden_norm, self._norm = state["hidden_norm.weight"], state["norm.weight"]
+        inner = self._stack.interleaved
+        weights = [(inner(kept[f"{n}.k_proj.weight"]), kept[f"{n}.v_proj.weight"]) for n in names]
+        bias = None
+        if config.attention_bias:
+            pairs = [(inner(kept[f"{n}.k_proj.bias"]), kept[f"{n}.v_proj.bias"]) for n in names]
+            bias = torch.cat([part for pair in pairs for part in pair])
+        self._context = factory(torch.cat([part for pair in weights for part in pair]), bias)
+        self._k_norms = torch.stack([kept[f"{n}.k_norm.weight"][self._stack.interleave] for n in names])
 
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+    def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[kv_heads, rows, head_dim]` per layer for committed tokens.
 
-    def _layer(self, state: dict[str, Tensor], config: Any, index: int, factory: LinearFactory) -> FusedLayer:
-        prefix = f"model.layers.{index}."
+        `features [rows, taps * hidden]` are the target's tapped hidden states, `positions [rows]` where they stand.
+        """
+        shape = self._stack.shape
+        rows, layers = features.shape[0], len(shape.windows)
+        context = self._stack.rms(self._fc(features), self._hidden_norm)
+        both = self._context(context).view(rows, layers, 2, shape.kv_heads, shape.head_dim)
+        normed = F.rms_norm(both[:, :, 0], (shape.head_dim,), None, shape.eps) * self._k_norms.unsqueeze(1)
+        keys = self._stack.rotate(normed.flatten(1, 2), self._stack.rotation(positions))
+        keys = keys.view(rows, layers, shape.kv_heads, shape.head_dim)
+        return [(keys[:, i].transpose(0, 1), both[:, i, 1].transpose(0, 1)) for i in range(layers)]
 
-        def take(name: str) -> Tensor | None:
-            return state.pop(prefix + name, None)
+    def forward(self, embeddings: Tensor, positions: Tensor, step: Step) -> Tensor:
+        """Final hidden states `[rows, hidden]` of block rows `embeddings [rows, hidden]`."""
+        hidden, _ = self._stack.run(embeddings, positions, step)
+        return self._stack.rms(hidden, self._norm)
 
-        def need(name: str) -> Tensor:
-            return state.pop(prefix + name)
 
-        def joined(parts: list[Tensor | None]) -> Tensor | None:
-            return torch.cat([part for part in parts if part is not None]) if parts[0] is not None else None
-
-        q, k = self._rows(need("self_attn.q_proj.weight")), self._rows(need("self_attn.k_proj.weight"))
-        qb, kb = take("self_attn.q_proj.bias"), take("self_attn.k_proj.bias")
-        qkv_bias = joined(
-            [
-                None if qb is None else self._rows(qb),
-                None if kb is None else self._rows(kb),
-                take("self_attn.v_proj.bias"),
-            ]
-        )
-        q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
-        types = getattr(config, "layer_types", None)
-        sliding = types[index] == "sliding_attention" if types else True
-        return FusedLayer(
-            qkv=factory(torch.cat((q, k, need("self_attn.v_proj.weight"))), qkv_bias),
-            o=factory(need("self_attn.o_proj.weight"), take("self_attn.o_proj.bias")),
-            gate_up=factory(torch.cat((need("mlp.gate_proj.weight"), need("mlp.up_proj.weight")))),
-            down=factory(need("mlp.down_proj.weight")),
-            input_norm=need("input_layernorm.weight"),
-            post_norm=need("post_attention_layernorm.weight"),
-            q_norm=None if q_norm is None else q_norm[self._interleave],
-            k_norm=None if k_norm is None else k_norm[self._interleave],
-            window=getattr(config, "sliding_window", None) if sliding else None,
-        )
-
-    def _rows(self, weight: Tensor) -> Tensor:
-        """Interleaves each head's rows of a query or key weight (or bias): (i, i + dim / 2) become neighbours."""
-        return weight.unflatten(0, (-1, self._head_dim))[:, self._interleave].flatten(0, 1)
+def _context_parts(config: DrafterConfig) -> list[str]:
+    parts = ["k_proj.weight", "v_proj.weight", "k_norm.weight"]
+    return parts + ["k_proj.bias", "v_proj.bias"] if config.attention_bias else parts

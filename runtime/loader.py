@@ -11,10 +11,11 @@ import torch
 
 from runtime.admission import Limits
 from runtime.config import RuntimeConfig
-from runtime.drafter import Drafter, DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
+from runtime.drafter import DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
+from runtime.fused import FusedDrafter
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
-from runtime.linear import choose_linear, replace_linears
+from runtime.linear import choose_linear
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.round import Models
 from runtime.target import TargetModel
@@ -63,10 +64,9 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         target = TargetModel(checkpoint, taps=taps, dtype=dtype, device=device, linear=factory)
         target.limit_vocabulary(tokenizer.vocab_size)
         progress(0.8, "loading the drafter")
-        drafter: Drafter | None = None
+        drafter: FusedDrafter | None = None
         if folder is not None and drafter_config is not None:
-            drafter = load_drafter(folder, drafter_config, dtype, device)
-            replace_linears(drafter, factory)
+            drafter = FusedDrafter(load_drafter(folder, drafter_config, dtype, device), factory)
     except (CheckpointError, DrafterMismatch) as refused:
         raise ConfigRejected(
             str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
@@ -174,8 +174,8 @@ def _check_tokenizers(tokenizer: ChatTokenizer, checkpoint: Checkpoint, folder: 
     sample = "The quick brown fox: def f(x):\n    return 12345 * x  # é 中文 🙂"
     if theirs.vocab_size != tokenizer.vocab_size or theirs.encode(sample) != tokenizer.encode(sample):
         raise DrafterMismatch(
-            f"drafter {folder} does not fit target {checkpoint.name}: its tokenizer ({theirs.vocab_size} tokens) is not "
-            f"the target's ({tokenizer.vocab_size} tokens); choose the drafter trained for this target"
+            f"drafter {folder} does not fit target {checkpoint.name}: its tokenizer ({theirs.vocab_size} tokens) "
+            f"is not the target's ({tokenizer.vocab_size} tokens); choose the drafter trained for this target"
         )
 
 

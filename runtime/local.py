@@ -74,10 +74,7 @@ class _Watcher:
         await self._ready.wait()
         self._ready.clear()
         self._woken = False
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
 
 class LocalRuntime:
@@ -167,6 +164,9 @@ class LocalRuntime:
         events: asyncio.Queue[GenerateEvent] = asyncio.Queue()
 
         def sink(event: GenerateEvent) -> None:
+            if isinstance(event, RequestFinished):
+                self._finished.append(event.stats)
+                self._publish(event.stats)
             with contextlib.suppress(RuntimeError):  # the caller's loop has closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -195,7 +195,7 @@ class LocalRuntime:
             self._watchers.remove(watcher)
 
     async def requests(self) -> tuple[RequestStats, ...]:
-        running = await self._call(lambda engine: engine.requests())
+        running = await self._call(lambda engine: engine.requests()) if self._engine else ()
         return running + tuple(reversed(self._finished))
 
     async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:

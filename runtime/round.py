@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.attention import Segment, Step, attend_slots, causal_mask, full_mask
-from runtime.drafter import Drafter
+from runtime.attention import Segment, Step, causal_mask, full_mask
+from runtime.fused import FusedDrafter
 from runtime.kv_cache import KVCache
 from runtime.noise import gumbel_rows, signed_seed
 from runtime.sampling import RowContext, choose_tokens, ordered_top, token_logprobs
@@ -44,7 +44,7 @@ class Models:
     """Target, drafter (None: nothing is drafted) and the slots of both."""
 
     target: TargetModel
-    drafter: Drafter | None
+    drafter: FusedDrafter | None
     cache: KVCache
     block_size: int = 1
     """Tokens of a draft block in use, root included; at most the drafter's own."""
@@ -102,9 +102,7 @@ def decode_round(models: Models, batch: Seq[Sequence], speculation: Seq[Speculat
     budgets = [
         _usable_budget(models, sequence, how) for sequence, how in zip(batch, speculation, strict=True)
     ]
-    noise = [
-        _noise_rows(models, sequence, budget > 0) for sequence, budget in zip(batch, budgets, strict=True)
-    ]
+    noise = _noise_rows(models, batch, budgets)
     log_probs = _draft_batch(models, batch, speculation, budgets, noise)
     clock.lap("draft")
 
@@ -170,12 +168,8 @@ def drafter_logits(models: Models, batch: Seq[Sequence]) -> Tensor:
         Segment(sequence.extent.start, sequence.committed_len, size, mask, positions[i])
         for i, sequence in enumerate(batch)
     ]
-    step, scale = Step.of(cache.drafter, segments), drafter.config.head_dim**-0.5
-
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return attend_slots(step, layer, queries, keys, values, scale)
-
-    hidden = drafter(target.embed(block_ids.flatten()), positions.flatten(), attend)
+    step = Step.of(cache.drafter, segments)
+    hidden = drafter.forward(target.embed(block_ids.flatten()), positions.flatten(), step)
     return target.logits(hidden.view(len(batch), size, -1)[:, 1:])
 
 
@@ -341,6 +335,12 @@ def extend_drafter(models: Models, batch: Seq[Sequence]) -> None:
 
 
 @torch.inference_mode()
+def hand_over(models: Models, sequence: Sequence) -> None:
+    """Completes the drafter's context of a sequence that ends, so that its slots can be reused as a prefix."""
+    extend_drafter(models, [sequence])
+
+
+@torch.inference_mode()
 def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken, str | None] | None:
     """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason."""
     start = sequence.committed_len
@@ -409,12 +409,26 @@ def _draft_batch(
     return log_probs
 
 
-def _noise_rows(models: Models, sequence: Sequence, drafts: bool) -> Tensor | None:
-    """Noise `[depths, vocab]` for the positions this round can choose; row d is for the token after depth d."""
-    if sequence.sampling.greedy:
-        return None
-    rows = models.block_size if drafts else 1
-    return position_noise(sequence.sampling.seed, sequence.committed_len + 1, rows, models.target)
+def _noise_rows(models: Models, batch: Seq[Sequence], budgets: Seq[int]) -> list[Tensor | None]:
+    """Noise `[depths, vocab]` of each sequence for the positions this round can choose; None where it is greedy.
+
+    Row d is for the token after depth d.
+    """
+    wanted = [
+        0 if sequence.sampling.greedy else models.block_size if budget else 1
+        for sequence, budget in zip(batch, budgets, strict=True)
+    ]
+    if not any(wanted):
+        return [None] * len(batch)
+    seeds, positions = [], []
+    for sequence, rows in zip(batch, wanted, strict=True):
+        seeds += [signed_seed(sequence.sampling.seed)] * rows
+        positions += range(sequence.committed_len + 1, sequence.committed_len + 1 + rows)
+    device = models.target.device
+    noise = gumbel_rows(
+        torch.tensor(seeds, device=device), torch.tensor(positions, device=device), models.target.vocab_size
+    )
+    return [part if len(part) else None for part in noise.split(wanted)]
 
 
 def position_noise(seed: int, first_position: int, rows: int, target: TargetModel) -> Tensor:

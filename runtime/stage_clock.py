@@ -1,4 +1,4 @@
-"""Times the stages of a round: wall clock on a CPU, device events on a GPU, so that timing never waits for the device."""
+"""Times the stages of a round: wall clock on a CPU, events on a GPU, so that timing never waits for the device."""
 
 from __future__ import annotations
 

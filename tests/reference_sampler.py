@@ -69,10 +69,10 @@ def scores(logits: Array, rule: Rule, prompt: Sequence[int], outputs: Sequence[i
     if rule.temperature < 1e-4:
         return adjusted
     scaled = adjusted / np.float32(rule.temperature)
-    kept = _kept(scaled, rule)
+    passed = kept(scaled, rule)
     position = len(prompt) + len(outputs)
     noisy = scaled + gumbel(rule.seed, position, len(logits))
-    return np.where(kept, noisy, -np.inf).astype(np.float32)
+    return np.where(passed, noisy, -np.inf).astype(np.float32)
 
 
 def _adjust(logits: Array, rule: Rule, counts: Mapping[int, int], outputs_before: int) -> Array:
@@ -90,7 +90,7 @@ def _adjust(logits: Array, rule: Rule, counts: Mapping[int, int], outputs_before
     return adjusted
 
 
-def _kept(scaled: Array, rule: Rule) -> NDArray[np.bool_]:
+def kept(scaled: Array, rule: Rule) -> NDArray[np.bool_]:
     """Which tokens pass top-k, then top-p, then min-p."""
     order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     if rule.top_k:
@@ -98,12 +98,12 @@ def _kept(scaled: Array, rule: Rule) -> NDArray[np.bool_]:
     values = scaled[order].astype(np.float64)
     probs = np.exp(values - values.max())
     probs /= probs.sum()
-    kept = np.zeros(len(scaled), dtype=bool)
+    passed = np.zeros(len(scaled), dtype=bool)
     mass = 0.0
     for token, prob in zip(order, probs, strict=True):
         reached = rule.top_p < 1 and mass >= rule.top_p
-        if kept.any() and (reached or prob < rule.min_p * probs[0]):
+        if passed.any() and (reached or prob < rule.min_p * probs[0]):
             break
-        kept[token] = True
+        passed[token] = True
         mass += prob
-    return kept
+    return passed

@@ -28,7 +28,7 @@ from runtime.config import RuntimeConfig
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
-GIVE_UP_S = 20.0
+GIVE_UP_S = 10.0
 LONG = ANSWER * 20
 
 
@@ -85,6 +85,8 @@ async def console(
         driven = Driven(app, runtime, pilot)
         await driven.until(lambda: app.view.status is not None, "a status arrived")
         yield driven
+        app.exit(0)
+        await pilot.pause()
 
 
 # Live

@@ -1,9 +1,11 @@
-"""The round's parts on real tiny models: what commit leaves behind, batches, limits, and the decoders against each other."""
+"""The round's parts on real tiny models: what commit leaves behind, batches, limits, decoders against each other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ from tiny_models import (
 from torch import Tensor
 
 from runtime.attention import Segment, Step, attend_slots, causal_mask, pad_segments
-from runtime.kv_cache import Geometry, KVCache, Pool
+from runtime.kv_cache import Extent, Geometry, KVCache, Pool
 from runtime.linear import KINDS, PlainLinear, choose_linear, probe, replace_linears
 from runtime.loader import Loaded, load
 from runtime.models import open_checkpoint
@@ -55,57 +57,58 @@ def reference(folder: Path) -> Reference:
     return Reference(folder / "target", VOCAB)
 
 
-@pytest.fixture(autouse=True)
-def all_slots_come_back(loaded: Loaded) -> object:
-    free = loaded.models.cache.free_slots
-    yield
-    for extent in list(STARTED):
-        loaded.models.cache.free(extent)
-        STARTED.remove(extent)
-    assert loaded.models.cache.free_slots == free
-    loaded.models.cache.check_integrity([])
-
-
-STARTED: list[object] = []
-
-
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return tuple(torch.randint(0, VOCAB - 4, (length,), generator=generator).tolist())
 
 
-def begin(models: Models, request: Request) -> Sequence:
-    """A prefilled sequence whose slots the fixture gives back."""
-    sequence = start(models, request)
-    STARTED.append(sequence.extent)
-    run_prefill(models, sequence, request.chunk)
-    return sequence
+@dataclass
+class Slots:
+    """Starts sequences and gives their slots back at the end of the test."""
+
+    models: Models
+    taken: list[Extent] = field(default_factory=list)
+
+    def begin(self, request: Request) -> Sequence:
+        """A prefilled sequence."""
+        sequence = start(self.models, request)
+        self.taken.append(sequence.extent)
+        run_prefill(self.models, sequence, request.chunk)
+        return sequence
+
+    def fresh(self, like: Sequence) -> Sequence:
+        """A sequence with the committed text of `like`, prefilled at once, and the same root."""
+        text = tuple(like.token_ids[: like.committed_len])
+        sequence = self.begin(Request(like.request_id, text, 64, chunk=1024))
+        sequence.token_ids[-1] = like.token_ids[-1]
+        return sequence
+
+    def assert_same_state(self, sequence: Sequence) -> None:
+        """Target and drafter slots of `sequence` equal those of a fresh prefill of its text."""
+        with torch.inference_mode():
+            extend_drafter(self.models, [sequence])
+        other = self.fresh(sequence)
+        length = sequence.committed_len
+        assert sequence.drafter_len == other.committed_len == other.drafter_len == length
+        assert self.models.cache.drafter is not None
+        for pool in (self.models.cache.target, self.models.cache.drafter):
+            mine, theirs = contents(pool, sequence.extent, length), contents(pool, other.extent, length)
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
-def fresh(models: Models, like: Sequence) -> Sequence:
-    """A sequence that holds the committed text of `like`, prefilled at once; its own next token is replaced."""
-    request = Request(like.request_id, tuple(like.token_ids[: like.committed_len]), 64, chunk=1024)
-    sequence = begin(models, request)
-    sequence.token_ids[-1] = like.token_ids[-1]
-    return sequence
-
-
-def slots_of(pool: Pool, sequence: Sequence, length: int) -> Tensor:
+def contents(pool: Pool, extent: Extent, length: int) -> Tensor:
     """Keys and values `[2, layers, kv_heads, length, head_dim]`."""
-    here = slice(sequence.extent.start, sequence.extent.start + length)
-    return torch.stack((pool.keys[:, :, here], pool.values[:, :, here])).clone()
+    here = slice(extent.start, extent.start + length)
+    return torch.stack((pool.keys[:, :, here], pool.values[:, :, here]))
 
 
-def assert_same_state(models: Models, sequence: Sequence) -> None:
-    """Target and drafter slots of `sequence` equal those of a fresh prefill of its text."""
-    with torch.inference_mode():
-        extend_drafter(models, [sequence])
-    other = fresh(models, sequence)
-    assert sequence.committed_len == other.committed_len == sequence.drafter_len == other.drafter_len
-    assert models.cache.drafter is not None
-    for pool in (models.cache.target, models.cache.drafter):
-        mine, theirs = (slots_of(pool, each, sequence.committed_len) for each in (sequence, other))
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+@pytest.fixture
+def slots(loaded: Loaded) -> Iterator[Slots]:
+    slots = Slots(loaded.models)
+    yield slots
+    for extent in slots.taken:
+        loaded.models.cache.free(extent)
+    loaded.models.cache.check_integrity([])
 
 
 def scripted(loaded: Loaded, reference: Reference, requests: Seq[Request], block_size: int = 8) -> Models:
@@ -113,11 +116,11 @@ def scripted(loaded: Loaded, reference: Reference, requests: Seq[Request], block
 
 
 def test_slots_and_drafter_logits_after_20_tree_rounds_are_those_of_a_fresh_prefill(
-    loaded: Loaded, reference: Reference
+    loaded: Loaded, reference: Reference, slots: Slots
 ) -> None:
     requests = [Request(f"r{i}", prompt_of(12 + 5 * i, i), 130, Rule(0.7, seed=i)) for i in range(3)]
     models = scripted(loaded, reference, requests)
-    sequences = [begin(models, request) for request in requests]
+    sequences = [slots.begin(request) for request in requests]
     tally = Tally()
     for _ in range(20):
         tally.add(decode_round(models, sequences, [TREE] * 3).sequences)
@@ -125,14 +128,14 @@ def test_slots_and_drafter_logits_after_20_tree_rounds_are_those_of_a_fresh_pref
     for sequence in sequences:
         with torch.inference_mode():
             mine = drafter_logits(models, [sequence])
-            theirs = drafter_logits(models, [fresh(models, sequence)])
+            theirs = drafter_logits(models, [slots.fresh(sequence)])
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-        assert_same_state(models, sequence)
+        slots.assert_same_state(sequence)
 
 
-def test_drafter_logits_of_a_batch_are_those_of_each_sequence_alone(loaded: Loaded) -> None:
+def test_drafter_logits_of_a_batch_are_those_of_each_sequence_alone(loaded: Loaded, slots: Slots) -> None:
     models = with_draft(loaded.models, None)
-    sequences = [begin(models, Request(f"d{n}", prompt_of(n), 8)) for n in (5, 40, 17)]
+    sequences = [slots.begin(Request(f"d{n}", prompt_of(n), 8)) for n in (5, 40, 17)]
     with torch.inference_mode():
         together = drafter_logits(models, sequences)
         alone = torch.cat([drafter_logits(models, [sequence]) for sequence in sequences])
@@ -152,9 +155,9 @@ def test_features_are_the_outputs_of_the_tapped_layers_in_the_given_order(folder
 
 
 @pytest.mark.case("A15")
-def test_a_scattered_path_is_committed_as_if_fed_one_by_one(loaded: Loaded) -> None:
+def test_a_scattered_path_is_committed_as_if_fed_one_by_one(loaded: Loaded, slots: Slots) -> None:
     models = with_draft(loaded.models, None)
-    sequence = begin(models, Request("scattered", prompt_of(9), 40))
+    sequence = slots.begin(Request("scattered", prompt_of(9), 40))
     parents = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
     depths = torch.tensor([[0, 1, 1, 2, 2, 2, 2]])
     mask = ancestor_mask(parents, depths)[0]
@@ -172,7 +175,7 @@ def test_a_scattered_path_is_committed_as_if_fed_one_by_one(loaded: Loaded) -> N
         sequence.token_ids += [nodes[2], nodes[5], bonus]
         sequence.check()
         assert sequence.committed_len == base + 3 == len(sequence.token_ids) - 1
-    assert_same_state(models, sequence)
+    slots.assert_same_state(sequence)
 
 
 @pytest.mark.case("A17")
@@ -188,11 +191,13 @@ def test_ragged_batches_give_each_request_its_solo_text(loaded: Loaded, referenc
 
 
 @pytest.mark.case("A17")
-def test_a_dropped_tree_means_one_plain_token_in_that_round(loaded: Loaded, reference: Reference) -> None:
+def test_a_dropped_tree_means_one_plain_token_in_that_round(
+    loaded: Loaded, reference: Reference, slots: Slots
+) -> None:
     requests = [Request(f"c{n}", prompt_of(n, 3), 20) for n in (5, 130, 131)]
     models = scripted(loaded, reference, requests)
     solo = [decode(models, [request], [TREE])[0].token_ids for request in requests]
-    sequences = [begin(models, request) for request in requests]
+    sequences = [slots.begin(request) for request in requests]
     texts = [list(sequence.token_ids[-1:]) for sequence in sequences]
     for number in range(4):
         how = [TREE, Speculation() if number == 1 else TREE, TREE]
@@ -206,7 +211,7 @@ def test_a_dropped_tree_means_one_plain_token_in_that_round(loaded: Loaded, refe
             assert len(outcome.sequences[1].nodes) == 13
     assert all(tuple(text) == whole[: len(text)] for text, whole in zip(texts, solo, strict=True))
     for sequence in sequences:
-        assert_same_state(models, sequence)
+        slots.assert_same_state(sequence)
 
 
 @pytest.mark.case("A25")
@@ -240,22 +245,22 @@ def test_a_chain_is_a_tree_of_one_path(loaded: Loaded, reference: Reference) -> 
 
 
 def test_tokens_cut_at_a_stop_or_cap_are_not_counted(loaded: Loaded, reference: Reference) -> None:
-    free = Request("free", prompt_of(8), 30)
+    free = Request("free", prompt_of(8), 40)
     models = scripted(loaded, reference, [free])
-    rounds = decode(models, [free], [TREE])[0].rounds
-    starts = [1 + sum(len(one.tokens) for one in rounds[:i]) for i in range(len(rounds))]
-    long_round = next(i for i, one in enumerate(rounds) if len(one.tokens) >= 4)
-    outputs = reference.scripts([free])["free"].outputs
-    cut_at = starts[long_round] + 1
-    capped = replace(free, new_tokens=cut_at + 1)
-    stopped = replace(free, rule=Rule(stop_token_ids=frozenset({outputs[cut_at]})))
+    whole = decode(models, [free], [TREE])[0]
+    ends = list(accumulate([len(one.tokens) for one in whole.rounds], initial=1))
+    kept = next(
+        whole.token_ids[: first + 2]
+        for first, end in pairwise(ends)
+        if end - first >= 4 and whole.token_ids.index(whole.token_ids[first + 1]) == first + 1
+    )
+    capped = replace(free, new_tokens=len(kept))
+    stopped = replace(free, rule=Rule(stop_token_ids=frozenset({kept[-1]})))
     for request, finish in ((capped, "length"), (stopped, "stop")):
         result = decode(models, [request], [TREE])[0]
-        assert (result.token_ids, result.finish) == (outputs[: outputs.index(outputs[cut_at]) + 1], finish) or (
-            finish == "length" and result.token_ids == outputs[: cut_at + 1]
-        )
-        last = result.rounds[-1]
-        assert len(last.path) == len(last.tokens)
+        assert (result.token_ids, result.finish) == (kept, finish)
+        assert len(result.rounds[-1].path) == len(result.rounds[-1].tokens) == 2
+        assert result.rounds[-1].tokens[-1].drafted == (finish == "stop")
 
 
 def run_target(
@@ -325,7 +330,8 @@ def test_both_decoders_equal_transformers_in_prefill_and_in_a_tree(tmp_path: Pat
         torch.testing.assert_close(run_target(target, text, tree)[1], expected, atol=2e-4, rtol=1e-4)
 
 
-def test_padded_attention_equals_attention_sequence_by_sequence() -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_padded_attention_equals_attention_sequence_by_sequence(window: int | None) -> None:
     """Unwritten slots hold anything, so they are filled with NaN here."""
     geometry = Geometry(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -346,7 +352,7 @@ def test_padded_attention_equals_attention_sequence_by_sequence() -> None:
             written = torch.randn(2, 2, prefix, 8, generator=torch.Generator().manual_seed(at))
             pool.write(1, at, written[0], written[1])
         step = Step(pool, tuple(segments), pad_segments(segments, CPU) if padded else None)
-        outputs.append(attend_slots(step, 1, queries, keys, values, 8**-0.5))
+        outputs.append(attend_slots(step, 1, queries, keys, values, 8**-0.5, window))
         pools.append(torch.stack((pool.keys, pool.values)))
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pools[1], pools[0], equal_nan=True, atol=0, rtol=0)
@@ -365,7 +371,9 @@ def test_a_prepacked_layer_equals_the_plain_one(kind: str, shape: tuple[int, ...
         torch.testing.assert_close(KINDS[kind](weight, given)(x), PlainLinear(weight, given)(x), atol=1e-4, rtol=1e-4)
 
 
-def test_prepacked_models_say_what_plain_ones_say(folder: Path, loaded: Loaded, reference: Reference) -> None:
+def test_prepacked_models_say_what_plain_ones_say(
+    folder: Path, loaded: Loaded, reference: Reference, slots: Slots
+) -> None:
     factory, line = choose_linear("auto", torch.float32, CPU)
     if factory is PlainLinear:
         pytest.skip(line)
@@ -377,7 +385,7 @@ def test_prepacked_models_say_what_plain_ones_say(folder: Path, loaded: Loaded, 
     unfused = TargetModel(open_checkpoint(str(folder / "target")), linear=factory, fuse=False)
     _, mine = run_target(unfused, prompt_of(20))
     torch.testing.assert_close(mine, reference.logits([prompt_of(20)])[0], atol=1e-4, rtol=1e-4)
-    sequences = [begin(loaded.models, Request("drafted", prompt_of(20), 8))]
+    sequences = [slots.begin(Request("drafted", prompt_of(20), 8))]
     with torch.inference_mode():
         plain = drafter_logits(loaded.models, sequences)
         assert loaded.models.drafter is not None

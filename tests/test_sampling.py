@@ -193,8 +193,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(vocab: int) -> None:
 
 def test_which_tokens_pass_does_not_depend_on_the_other_rows() -> None:
     generator = torch.Generator().manual_seed(3)
-    rows = torch.cat((8.0 * torch.randn(3, 4000, generator=generator), 0.01 * torch.randn(1, 4000, generator=generator)))
-    for sampling in (Sampling(1.0, 0.9), Sampling(1.0, min_p=0.2), Sampling(1.0, 0.7, min_p=0.01), Sampling(1.0, 0.9, 50)):
+    spread = torch.tensor([[8.0], [8.0], [3.0], [0.01]])
+    rows = spread * torch.randn(4, 4000, generator=generator)
+    nucleus = Sampling(1.0, top_p=0.9)
+    for sampling in (nucleus, Sampling(1.0, min_p=0.2), replace(nucleus, min_p=0.01), replace(nucleus, top_k=50)):
         noise = torch.zeros_like(rows)
         together = choice_scores(rows, sampling, RowContext(torch.zeros(4)), noise)
         for i, row in enumerate(rows):

@@ -71,7 +71,13 @@ def write_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
 
 
 def write_target(
-    folder: Path, family: str = "llama", *, vocab_size: int = 288, head_rows: int | None = None, seed: int = 0, **config: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    vocab_size: int = 288,
+    head_rows: int | None = None,
+    seed: int = 0,
+    **config: Any,
 ) -> Path:
     """A random target whose logits have a standard deviation of about 3, as a Hugging Face folder.
 
@@ -148,8 +154,10 @@ def transformers_model(folder: Path) -> Any:
     return model
 
 
-def write_drafter(folder: Path, target: Path, *, block_size: int = 8, taps: Sequence[int] = (0, 1), **config: Any) -> Path:
-    """A random drafter for the target in `target`, in the published DFlash format; None removes a key of its config."""
+def write_drafter(
+    folder: Path, target: Path, *, block_size: int = 8, taps: Sequence[int] = (0, 1), **config: Any
+) -> Path:
+    """A random drafter for the target in `target`, in the published DFlash format; None removes a config key."""
     folder.mkdir(parents=True)
     theirs = json.loads((target / "config.json").read_text())
     fields: dict[str, Any] = {
@@ -208,7 +216,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Script:
-    """What the target says to one request: all token ids, and logits `[positions, vocab]` of the token at a position."""
+    """What the target says to one request: all token ids, and logits `[positions, vocab]` of each position's token."""
 
     prompt_len: int
     token_ids: tuple[int, ...]
