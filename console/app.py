@@ -44,7 +44,7 @@ NOTICE_S = 8.0
 KEEP_LINES = 500
 CAPTURED_AT_ONCE = 200
 
-PALETTE = "Every command by name; in an input too with ctrl+p."
+COMMANDS = "Every command by name; in an input too with ctrl+p."
 QUIT = "Quit; asks first if a request is running."
 COPY = "Copy the selected text; without any, quit as q does."
 SUSPEND = "Refused: the engine in this process would stop too."
@@ -66,10 +66,8 @@ class ConsoleApp(App[int]):
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
         Binding("question_mark", "help", "help", tooltip="This help."),
-        Binding(
-            "colon", "command_palette", "commands", show=False, tooltip=PALETTE
-        ),
-        Binding("ctrl+p", "command_palette", "commands", show=False, priority=True, tooltip=PALETTE),
+        Binding("colon", "command_palette", "commands", show=False, tooltip=COMMANDS),
+        Binding("ctrl+p", "command_palette", "commands", show=False, priority=True, tooltip=COMMANDS),
         Binding("q", "quit", "quit", tooltip=QUIT),
         Binding("ctrl+q", "quit", "quit", show=False, priority=True, tooltip=QUIT),
         Binding("ctrl+c", "interrupt", "copy or quit", show=False, tooltip=COPY),

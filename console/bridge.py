@@ -109,7 +109,7 @@ class Bridge:
             await self._runtime.aclose()
 
     async def _poll(self, runtime: Runtime) -> None:
-        well = True
+        well, state = True, ""
         while True:
             pause = STATUS_S
             try:
@@ -122,7 +122,10 @@ class Bridge:
                     well = True
                     self._post(messages.BridgeProblem(""))
                 self._post(messages.StatusArrived(status))
-                if status.state == "loading":
+                if status.state != state:
+                    state = status.state
+                    self._reshaped.set()
+                if state == "loading":
                     pause = LOADING_STATUS_S
             self._look.clear()
             with contextlib.suppress(TimeoutError):
@@ -164,8 +167,6 @@ class Bridge:
             case StatusChanged():
                 self._post(messages.StateChanged(event))
                 self._look.set()
-                if event.state == "ready":
-                    self._reshaped.set()
 
     async def answer(self, turn: int, request: GenerateRequest) -> None:
         """Streams one answer as messages marked with `turn`; to cancel the coroutine cancels the request."""

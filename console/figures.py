@@ -16,7 +16,8 @@ from runtime.interface import Baseline, RoundStats
 KEEP_S = 300
 NOW_S = 5
 IDLE_S = 1.5
-"""Without a round for this long, nothing is being decoded."""
+"""Without a round for this long, or for IDLE_ROUNDS times the last round's work, nothing is being decoded."""
+IDLE_ROUNDS = 3
 PAUSE_S = 0.25
 """A gap between two rounds longer than the later one's work by this much is a pause, not decoding."""
 STAGE_COUNT = 5
@@ -116,6 +117,7 @@ class RoundWindow:
         self._stretch: deque[_Second] = deque()
         self._before: Before | None = None
         self._last_s: float | None = None
+        self._last_work_s = 0.0
         self._last_index: int | None = None
 
     def add(self, rounds: Iterable[RoundStats]) -> None:
@@ -135,6 +137,7 @@ class RoundWindow:
                     seconds.popleft()
                 seconds[-1].add(stats, busy_s)
             self._last_s, self._last_index = stats.time_s, stats.index
+            self._last_work_s = sum(stats.stage_s)
 
     def _busy(self, stats: RoundStats) -> float:
         """Seconds this round kept the runtime busy: since the round before, unless there was a pause."""
@@ -146,8 +149,9 @@ class RoundWindow:
 
     def figures(self, now_s: float) -> Figures:
         """Everything as of the Unix time `now_s`."""
-        idle = self._last_s is None or now_s - self._last_s > IDLE_S
-        recent = [second for second in self._stretch if second.at > now_s - NOW_S - 1]
+        quiet_s = max(IDLE_S, IDLE_ROUNDS * self._last_work_s)
+        idle = self._last_s is None or now_s - self._last_s > quiet_s
+        recent = [second for second in self._stretch if second.at > now_s - max(NOW_S, quiet_s) - 1]
         rounds = sum(second.rounds for second in recent)
         live = recent if rounds and not idle else []
         stages = [sum(s.stages[i] for s in live) / rounds for i in range(STAGE_COUNT)] if live else None

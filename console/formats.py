@@ -94,8 +94,12 @@ def size(num_bytes: int | None) -> str:
 
 
 def used_of(used: int | None, total: int | None) -> str:
-    """ "3.1 GiB of 7.8 GiB"; the parts that are unknown read n/a."""
-    return NA if used is None and total is None else f"{size(used)} of {size(total)}"
+    """As in 3.1 of 7.8 GiB; the parts that are unknown read n/a."""
+    if used is None and total is None:
+        return NA
+    part, whole = size(used), size(total)
+    value, _, unit = part.partition(" ")
+    return f"{value if unit and whole.endswith(f' {unit}') else part} of {whole}"
 
 
 def temperature(value: float | None) -> str:

@@ -117,10 +117,10 @@ class StatusBar(Horizontal):
             f"budget {'auto' if budget is None and config else NA if budget is None else budget}",
             f"T {temperature(config.get('temperature'))}",
         ]
-        self.query_one("#facts", Panel).put(Text(" · ".join(facts), no_wrap=True, overflow="ellipsis"))
+        self.query_one("#facts", Panel).put(Text("  ".join(facts)))
         words = view.state_words
         style = STATE_STYLES.get(words.split()[0], "fair")
-        state = Text(words, style=style, no_wrap=True)
+        state = Text(words, style=style)
         if view.read_only:
             state = Text.assemble(("read-only ", "bold"), state)
         self.query_one("#state", Panel).put(state)
@@ -135,7 +135,7 @@ class NoticeBar(Horizontal):
         self._here = here
 
     def compose(self) -> ComposeResult:
-        tabs = Text(no_wrap=True)
+        tabs = Text()
         for key, name in self._tabs:
             mine = name == self._here
             tabs.append(f"[{key} {name}]" if mine else f" {key} {name} ", "bold reverse" if mine else "")

@@ -77,9 +77,8 @@ def speed_text(view: View, baseline: Baseline | None) -> Text:
     """tok/s and accept length: now, mean, peak; the verdict in words; what it is compared with."""
     figures = view.figures
     running = view.status is not None and view.status.running > 0
-    now = "prefill" if running else "idle"
-    if view.status is None or view.status.state == "loading":
-        now = NA
+    loading = view.status is None or view.status.state == "loading"
+    now = NA if loading else "prefill" if running else "idle"
     text = Text()
     text.append("tok/s  ")
     text.append(f"{now if figures.idle else rate(figures.tok_s):>7}", "bold")
@@ -90,6 +89,8 @@ def speed_text(view: View, baseline: Baseline | None) -> Text:
     text.append(f" now {number(figures.accept_mean):>7} mean             ")
     text.append("  tokens/step, bonus included\n", "dim")
     words = verdict(figures, baseline, view.description.speculation if view.description else None)
+    if loading:
+        words = "nothing can be decoded yet"
     text.append(clean_line(words), verdict_style(words))
     if figures.before is not None:
         before = figures.before
@@ -100,7 +101,7 @@ def speed_text(view: View, baseline: Baseline | None) -> Text:
         text.append(f"{NA}: not measured yet", "dim")
     else:
         text.append(f"{rate(baseline.tok_s)} tok/s ")
-        text.append(f"({clean_line(baseline.conditions)}, at {clock(baseline.measured_at_s)})", "dim")
+        text.append(f"({clean_line(baseline.conditions)}, {clock(baseline.measured_at_s)})", "dim")
     return text
 
 
@@ -116,7 +117,7 @@ def positions_text(shares: tuple[float | None, ...], width: int) -> Text:
         return Text("n/a: nothing drafted with this setting yet", style="dim")
     columns = -(-len(shares) // POSITION_ROWS)
     column_width = max(width // columns, 9)
-    text = Text(no_wrap=True)
+    text = Text()
     for row in range(min(POSITION_ROWS, len(shares))):
         if row:
             text.append("\n")
@@ -133,7 +134,7 @@ def positions_text(shares: tuple[float | None, ...], width: int) -> Text:
 def split_text(view: View, width: int) -> Text:
     """Mean time of each stage of a decode round, in ms and as a share."""
     stages = view.figures.stages_s
-    text = Text(no_wrap=True)
+    text = Text()
     total = sum(stages) if stages else 0.0
     for index, name in enumerate(STAGES):
         if index:
@@ -157,7 +158,7 @@ def host_title(view: View) -> str:
 
 def host_text(view: View) -> Text:
     """Requests and slots, CPU and memory, one row a GPU."""
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     status, figures = view.status, view.figures
     if status is None:
         text.append("requests and slots n/a")
@@ -185,7 +186,7 @@ def _cpu_text(host: HostSample) -> str:
 
 def gpu_text(gpu: GpuSample) -> Text:
     """One GPU in one row; a reading the device does not give is n/a."""
-    text = Text(f"GPU {gpu.index} {clean_line(gpu.name, 18):<18}", no_wrap=True, overflow="ellipsis")
+    text = Text(f"GPU {gpu.index} {clean_line(gpu.name, 18):<18}")
     text.append(f" {percent(gpu.utilisation):>5}  {used_of(gpu.memory_used, gpu.memory_total)}")
     limit = f"/{gpu.power_limit_w:.0f}" if gpu.power_limit_w is not None else ""
     text.append(f"  {NA if gpu.power_w is None else f'{gpu.power_w:.0f}{limit} W'}")
@@ -196,7 +197,7 @@ def gpu_text(gpu: GpuSample) -> Text:
 
 def events_text(view: View) -> Text:
     """Newest first, so that the latest is seen on a low screen."""
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     for index, line in enumerate(reversed(view.lines[-EVENT_LINES:])):
         if index:
             text.append("\n")

@@ -107,7 +107,7 @@ class PromptScreen(ConsoleScreen):
 
     def on_mount(self) -> None:
         super().on_mount()
-        self.query_one("#legend", Panel).put(Text(LEGEND_MARKED, no_wrap=True, overflow="ellipsis"))
+        self.query_one("#legend", Panel).put(Text(LEGEND_MARKED))
         self._note("")
         self.set_focus(self.query_one(Transcript))
 
@@ -123,7 +123,7 @@ class PromptScreen(ConsoleScreen):
         transcript = self.query_one(Transcript)
         transcript.toggle_marks()
         legend = LEGEND_MARKED if transcript.marked else LEGEND_PLAIN
-        self.query_one("#legend", Panel).put(Text(legend, no_wrap=True, overflow="ellipsis"))
+        self.query_one("#legend", Panel).put(Text(legend))
 
     def action_new(self) -> None:
         if self.conversation.open_turn is not None:

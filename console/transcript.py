@@ -117,7 +117,7 @@ class TurnView(Vertical):
 def figures_text(turn: Turn) -> Text:
     tokens = turn.stats.output_tokens if turn.stats is not None else len(turn.pieces)
     rounds = turn.stats.rounds if turn.stats is not None else turn.rounds
-    text = Text(f"accept {number(turn.accept_length)}\n", no_wrap=True)
+    text = Text(f"accept {number(turn.accept_length)}\n")
     text.append(f"{rate(turn.tok_s)} tok/s\n")
     text.append(f"{tokens} tok, {rounds} rounds\n", "dim")
     stats = turn.stats

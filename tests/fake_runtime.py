@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from runtime.config import EFFECTS, RuntimeConfig
+from runtime.changes import plan_change, undo_note
+from runtime.config import RuntimeConfig
 from runtime.interface import (
     Baseline,
     ChangePlan,
@@ -16,7 +18,6 @@ from runtime.interface import (
     ConfigRejected,
     Description,
     EngineState,
-    FieldChange,
     FinishReason,
     GenerateEvent,
     GenerateRequest,
@@ -39,6 +40,7 @@ ANSWER = "The quick brown fox jumps over the lazy dog. "
 ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
 """Tokens per decode round, bonus token included, repeated for ever."""
 SLOTS = 4096
+CONTEXT = 2048
 
 
 class FakeRuntime:
@@ -69,6 +71,8 @@ class FakeRuntime:
         self._progress: float | None = 0.4 if loading else None
         self._baseline = baseline_tok_s
         self._revision = 1
+        self._last_change: str | None = None
+        self._finished: list[RequestStats] = []
         self._running: dict[str, asyncio.Event] = {}
         self._numbers = itertools.count(1)
         self._rounds = itertools.count()
@@ -97,7 +101,7 @@ class FakeRuntime:
             architecture="LlamaForCausalLM",
             block_size=8,
             max_tree_budget=self.config.max_tree_budget,
-            max_seq_len=2048,
+            max_seq_len=CONTEXT,
             max_concurrency=self.config.max_concurrency,
             vocab_size=49152,
             dtype="float32",
@@ -140,10 +144,12 @@ class FakeRuntime:
             raise RuntimeUnavailable(f"the engine is {self._state}")
         if self.rejection is not None:
             raise RequestRejected(self.rejection, "messages")
+        if len(request.prompt or "") > 4 * CONTEXT:
+            raise RequestRejected(f"prompt: it leaves no room in the context limit of {CONTEXT}", "prompt")
         self.seen.append(request)
         request_id = f"fake-{next(self._numbers)}"
         cancelled = self._running[request_id] = asyncio.Event()
-        tokens = self.answer.replace(" ", " \0").split("\0")
+        tokens = [part for part in re.split(r"(?<= )", self.answer) if part][: request.sampling.max_tokens]
         temperature = self.config.temperature
         sent: list[str] = []
         rounds = 0
@@ -174,25 +180,42 @@ class FakeRuntime:
                 )
         finally:
             self._running.pop(request_id, None)
-        stats = RequestStats(
+        stats = self._stats(request_id, reason, temperature, len(sent), rounds)
+        self._finished.insert(0, stats)
+        self.emit(stats)
+        yield RequestFinished(
             request_id=request_id,
+            reason=reason,
+            text="".join(sent),
+            token_ids=tuple(range(len(sent))),
+            stats=stats,
+        )
+
+    def _stats(
+        self,
+        request_id: str,
+        reason: FinishReason | None = None,
+        temperature: float = 0.0,
+        outputs: int = 0,
+        rounds: int = 0,
+    ) -> RequestStats:
+        decode_s = rounds * self.round_s
+        return RequestStats(
+            request_id=request_id,
+            state="finished" if reason else "decoding",
             finish_reason=reason,
             mode=self.config.mode,
             tree_budget=self.config.tree_budget or 0,
             temperature=temperature,
             prompt_tokens=12,
             cached_tokens=0,
-            output_tokens=len(sent),
+            output_tokens=outputs,
             rounds=rounds,
-            num_correct_drafts=max(len(sent) - 1 - rounds, 0),
-            accept_length=(len(sent) - 1) / rounds if rounds else None,
+            num_correct_drafts=max(outputs - 1 - rounds, 0),
+            accept_length=(outputs - 1) / rounds if rounds else None,
             ttft_s=self.round_s,
-            decode_s=rounds * self.round_s,
-            tok_s=(len(sent) - 1) / (rounds * self.round_s) if rounds else None,
-        )
-        self.emit(stats)
-        yield RequestFinished(
-            request_id=request_id, reason=reason, text="".join(sent), token_ids=(), stats=stats
+            decode_s=decode_s,
+            tok_s=(outputs - 1) / decode_s if rounds else None,
         )
 
     def _round(self, emitted: int) -> RoundStats:
@@ -231,43 +254,42 @@ class FakeRuntime:
             self._watchers.remove(queue)
 
     async def requests(self) -> tuple[RequestStats, ...]:
-        return ()
+        return (*(self._stats(request_id) for request_id in self._running), *self._finished)
 
     async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
         return ()
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
-        after = self.config.changed(change)
-        changes = tuple(
-            FieldChange(
-                field=name,
-                old=getattr(self.config, name),
-                new=getattr(after, name),
-                effect="refused" if name in self.refusals else EFFECTS[name],
-                note=self.refusals.get(name, ""),
-            )
-            for name in change
+        running = await self.requests()
+        plan = plan_change(
+            self.config, change, self._revision, running[: len(self._running)], self.config.tree_budget
         )
-        return ChangePlan(
-            revision=self._revision,
-            changes=changes,
-            allowed=not any(name in self.refusals for name in change),
-            requests_running=len(self._running),
-            unreached=len(self._running) if "temperature" in change else 0,
-            outage_s=0.0,
-            summary="live",
+        refused = {name: reason for name, reason in self.refusals.items() if name in change}
+        if not refused:
+            return plan
+        changes = tuple(
+            each.model_copy(update={"effect": "refused", "note": refused[each.field]})
+            if each.field in refused
+            else each
+            for each in plan.changes
+        )
+        return plan.model_copy(
+            update={"changes": changes, "allowed": False, "summary": "; ".join(refused.values())}
         )
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
-        if revision != self._revision:
-            raise ConfigRejected(f"revision {revision} is old, the configuration is at {self._revision}")
         plan = await self.preview(change)
+        if revision != self._revision:
+            raise ConfigRejected(
+                f"revision {revision} is old, the configuration is at {self._revision} ({self._last_change})"
+            )
         if not plan.allowed:
             raise ConfigRejected(plan.summary)
         self.config = self.config.changed(change)
         self._revision += 1
+        self._last_change = undo_note(plan, author)
         self.emit(StatusChanged(state=self._state, reason=self._reason, revision=self._revision))
-        return ChangeReport(revision=self._revision, applied=plan.changes, summary="applied")
+        return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
 
     async def aclose(self) -> None:
         self.closed = True

@@ -48,6 +48,7 @@ def rounds(
     )
 
 
+@pytest.mark.case("A30")
 def test_speed_counts_tokens_not_chunks_and_leaves_idle_time_out():
     window = RoundWindow()
     window.add(rounds())
@@ -72,6 +73,7 @@ def test_the_series_has_holes_where_nothing_was_decoded():
     assert all(value is None for value in series[-11:-3])
 
 
+@pytest.mark.case("A30")
 @pytest.mark.parametrize("speeds", [(1, 8, 3), (8, 1, 1), (2, 2, 2)])
 def test_the_peak_is_never_under_the_mean(speeds: tuple[int, ...]):
     window = RoundWindow()
@@ -114,6 +116,7 @@ def decoding(**changes: object) -> Figures:
     return window.figures(START + 2.0)
 
 
+@pytest.mark.case("A33")
 @pytest.mark.parametrize(
     ("figures", "baseline", "speculation", "words"),
     [
@@ -158,6 +161,8 @@ def test_unknown_is_never_zero():
     )
     assert set(unknown) == {"n/a"}
     assert formats.used_of(None, 2**30) == "n/a of 1.0 GiB"
+    assert formats.used_of(2**29, 2**31) == "512 MiB of 2.0 GiB"
+    assert formats.used_of(2**30, 2**31) == "1.0 of 2.0 GiB"
     assert (formats.percent(0.0), formats.rate(0.0), formats.size(0)) == ("0 %", "0.0", "0 B")
 
 
@@ -205,7 +210,7 @@ class Chart(App[None]):
         yield TimeChart("tok/s", id="chart")
 
 
-@pytest.mark.asyncio
+@pytest.mark.case("C5")
 @pytest.mark.parametrize("colour", [True, False])
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 30), (11, 2), (12, 3), (80, 24)])
 async def test_charts_draw_at_any_size_with_and_without_colour(

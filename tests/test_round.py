@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+import torch.nn.functional as F
 from reference_sampler import Rule
 from tiny_models import (
     CPU,
     ConstructedDrafter,
     Reference,
     Request,
+    Slots,
     Tally,
     decode,
-    run_prefill,
-    start,
     tiny_config,
     with_draft,
 )
 from torch import Tensor
 
-from runtime.attention import Segment, Step, attend_slots, causal_mask, pad_segments
-from runtime.kv_cache import Extent, Geometry, KVCache, Pool
-from runtime.linear import KINDS, PlainLinear, choose_linear, probe, replace_linears
+from runtime.attention import Segment, Step, attend_slots, causal_mask, full_mask, pad_segments
+from runtime.drafter import Drafter, load_drafter, read_drafter_config
+from runtime.fused import FusedDrafter
+from runtime.kv_cache import Geometry, KVCache, Pool
+from runtime.linear import KINDS, PlainLinear, choose_linear, probe
 from runtime.loader import Loaded, load
 from runtime.models import open_checkpoint
-from runtime.round import Models, ancestor_mask, commit_path, decode_round, drafter_logits, extend_drafter
-from runtime.sequence import Sequence, Speculation
+from runtime.round import Models, ancestor_mask, commit_path, decode_round, drafter_logits
+from runtime.sequence import Speculation
 from runtime.target import TargetModel
 
 VOCAB = 288
@@ -62,53 +64,11 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(0, VOCAB - 4, (length,), generator=generator).tolist())
 
 
-@dataclass
-class Slots:
-    """Starts sequences and gives their slots back at the end of the test."""
-
-    models: Models
-    taken: list[Extent] = field(default_factory=list)
-
-    def begin(self, request: Request) -> Sequence:
-        """A prefilled sequence."""
-        sequence = start(self.models, request)
-        self.taken.append(sequence.extent)
-        run_prefill(self.models, sequence, request.chunk)
-        return sequence
-
-    def fresh(self, like: Sequence) -> Sequence:
-        """A sequence with the committed text of `like`, prefilled at once, and the same root."""
-        text = tuple(like.token_ids[: like.committed_len])
-        sequence = self.begin(Request(like.request_id, text, 64, chunk=1024))
-        sequence.token_ids[-1] = like.token_ids[-1]
-        return sequence
-
-    def assert_same_state(self, sequence: Sequence) -> None:
-        """Target and drafter slots of `sequence` equal those of a fresh prefill of its text."""
-        with torch.inference_mode():
-            extend_drafter(self.models, [sequence])
-        other = self.fresh(sequence)
-        length = sequence.committed_len
-        assert sequence.drafter_len == other.committed_len == other.drafter_len == length
-        assert self.models.cache.drafter is not None
-        for pool in (self.models.cache.target, self.models.cache.drafter):
-            mine, theirs = contents(pool, sequence.extent, length), contents(pool, other.extent, length)
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-
-
-def contents(pool: Pool, extent: Extent, length: int) -> Tensor:
-    """Keys and values `[2, layers, kv_heads, length, head_dim]`."""
-    here = slice(extent.start, extent.start + length)
-    return torch.stack((pool.keys[:, :, here], pool.values[:, :, here]))
-
-
 @pytest.fixture
 def slots(loaded: Loaded) -> Iterator[Slots]:
     slots = Slots(loaded.models)
     yield slots
-    for extent in slots.taken:
-        loaded.models.cache.free(extent)
-    loaded.models.cache.check_integrity([])
+    slots.close()
 
 
 def scripted(loaded: Loaded, reference: Reference, requests: Seq[Request], block_size: int = 8) -> Models:
@@ -385,14 +345,44 @@ def test_prepacked_models_say_what_plain_ones_say(
     unfused = TargetModel(open_checkpoint(str(folder / "target")), linear=factory, fuse=False)
     _, mine = run_target(unfused, prompt_of(20))
     torch.testing.assert_close(mine, reference.logits([prompt_of(20)])[0], atol=1e-4, rtol=1e-4)
-    sequences = [slots.begin(Request("drafted", prompt_of(20), 8))]
+    drafter = FusedDrafter(plain_drafter(folder), factory)
+    sequence = slots.begin(Request("drafted", prompt_of(20), 8))
     with torch.inference_mode():
-        plain = drafter_logits(loaded.models, sequences)
-        assert loaded.models.drafter is not None
-        drafter = tiny_models.copy_of(loaded.models.drafter)
-        replace_linears(drafter, factory)
-        prepacked = drafter_logits(replace(loaded.models, drafter=drafter), sequences)
+        plain = drafter_logits(loaded.models, [sequence])
+        prepacked = drafter_logits(replace(loaded.models, drafter=drafter), [sequence])
     torch.testing.assert_close(prepacked, plain, atol=1e-4, rtol=1e-4)
+
+
+def plain_drafter(folder: Path) -> Drafter:
+    return load_drafter(folder / "drafter", read_drafter_config(folder / "drafter"), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_the_fused_drafter_equals_the_plain_module(folder: Path, tmp_path: Path, attention_bias: bool) -> None:
+    """Context keys and values per layer, and a block that attends to all of the context and to itself."""
+    where = tiny_models.write_drafter(
+        tmp_path / "drafter", folder / "target", block_size=6, attention_bias=attention_bias
+    )
+    plain = load_drafter(where, read_drafter_config(where), torch.float32, CPU)
+    fused = FusedDrafter(plain, PlainLinear)
+    generator = torch.Generator().manual_seed(0)
+    features, block = torch.randn(11, 64, generator=generator), torch.randn(6, 32, generator=generator)
+    before, here = torch.arange(11), torch.arange(11, 17)
+    pool = Pool(Geometry(2, 2, 8, torch.float32), 40, CPU)
+    with torch.inference_mode():
+        context = plain.context(features, before)
+        for layer, (keys, values) in enumerate(fused.context(features, before)):
+            pool.write(layer, 5, keys, values)
+        step = Step.of(pool, [Segment(5, 11, 6, full_mask(6, CPU), here)])
+        mine = fused.forward(block, here, step)
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            seen_keys = torch.cat((context[layer][0], keys), -2).repeat_interleave(2, 0)
+            seen_values = torch.cat((context[layer][1], values), -2).repeat_interleave(2, 0)
+            return F.scaled_dot_product_attention(queries, seen_keys, seen_values)
+
+        theirs = plain(block, here, attend)
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_slots_are_given_out_and_joined_without_a_gap() -> None:

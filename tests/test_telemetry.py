@@ -90,6 +90,7 @@ def test_without_psutil_the_host_is_unknown_and_gpus_are_shown():
     assert len(sample.gpus) == 2
 
 
+@pytest.mark.case("B1")
 @pytest.mark.parametrize(
     ("function", "field"),
     [
@@ -110,12 +111,14 @@ def test_an_unsupported_reading_is_unknown_and_the_others_stay(function: str, fi
     assert gpu.state == "ok"
 
 
+@pytest.mark.case("B1")
 def test_a_memory_total_of_zero_is_unknown():
     unified = FakeNvml(nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=0, used=0, free=0))
     gpu = sampler(unified).sample().gpus[0]
     assert (gpu.memory_used, gpu.memory_total) == (None, None)
 
 
+@pytest.mark.case("B1")
 def test_mig_instances_have_rows_with_their_own_memory():
     def handle_of(device: int, number: int) -> str:
         if number > 1:
@@ -141,11 +144,13 @@ def test_mig_instances_have_rows_with_their_own_memory():
     assert [gpu.name[:5] for gpu in instances] == ["MIG 0", "MIG 1"]
 
 
+@pytest.mark.case("B3")
 def test_names_may_come_as_bytes():
     gpu = sampler(FakeNvml(nvmlDeviceGetName=lambda handle: b"NVIDIA \xff")).sample().gpus[0]
     assert gpu.name == "NVIDIA \ufffd"
 
 
+@pytest.mark.case("B2")
 def test_a_lost_gpu_is_called_lost_the_others_go_on_and_it_comes_back(caplog: pytest.LogCaptureFixture):
     clock, nvml = Clock(), FakeNvml()
     host = sampler(nvml, clock)
@@ -192,6 +197,7 @@ def test_a_lost_gpu_is_called_lost_the_others_go_on_and_it_comes_back(caplog: py
     assert sample.gpu_note is None
 
 
+@pytest.mark.case("B3")
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -222,6 +228,7 @@ def test_no_binding_and_no_gpu_are_said():
     assert sampler(FakeNvml(nvmlDeviceGetCount=lambda: 0)).sample().gpu_note == "no NVIDIA GPU on this host"
 
 
+@pytest.mark.case("B5")
 def test_a_slow_reading_rests_and_the_row_says_so():
     clock = Clock()
     calls = 0
@@ -244,6 +251,7 @@ def test_a_slow_reading_rests_and_the_row_says_so():
     assert host.sample().gpus[0].power_w == 100.0
 
 
+@pytest.mark.case("B3")
 def test_a_warning_of_a_shadowing_package_stays_off_the_screen(monkeypatch: pytest.MonkeyPatch):
     class Warns:
         def find_spec(self, name: str, *_: object) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import reference_sampler
 import torch
-from reference_sampler import Rule
+from reference_sampler import Array, Rule
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -26,6 +26,7 @@ from runtime.config import RuntimeConfig
 from runtime.drafter import Drafter, DrafterConfig
 from runtime.engine import Engine
 from runtime.interface import GenerateEvent, GenerateRequest, RequestFinished, SamplingParams, TokensEmitted
+from runtime.kv_cache import Extent, Pool
 from runtime.loader import Loaded, load
 from runtime.round import Models, SequenceRound, decode_round, extend_drafter, prefill
 from runtime.sampling import Sampling
@@ -216,11 +217,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Script:
-    """What the target says to one request: all token ids, and logits `[positions, vocab]` of each position's token."""
+    """What the target says to one request: all token ids, and logits `[positions, vocab]` of each position's token.
+
+    `drafts` are the logits with the tokens that the request's filters drop made unlikely.
+    """
 
     prompt_len: int
     token_ids: tuple[int, ...]
     logits: Tensor
+    drafts: Tensor
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -244,20 +249,24 @@ class Reference:
     def scripts(self, requests: Sequence[Request]) -> dict[str, Script]:
         """The continuation of each request, token by token, chosen by the second sampling implementation."""
         texts = [list(request.prompt) for request in requests]
+        dropped: list[list[Array]] = [[] for _ in requests]
         for _ in range(max(request.new_tokens for request in requests)):
             logits = self.logits(texts)
             for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
                 prompt, outputs = text[: len(request.prompt)], text[len(request.prompt) :]
                 table = logits[row, len(text) - 1].numpy()
-                text.append(int(np.argmax(reference_sampler.scores(table, request.rule, prompt, outputs))))
+                scores = reference_sampler.scores(table, request.rule, prompt, outputs)
+                text.append(int(np.argmax(scores)))
+                dropped[row].append(np.isneginf(scores))
         after = self.logits(texts)
         before = torch.cat((after.new_zeros(len(texts), 1, self.vocab_size), after), 1)
-        return {
-            request.name: Script(
-                len(request.prompt), tuple(text[: len(request.prompt) + request.new_tokens]), before[row]
-            )
-            for row, (request, text) in enumerate(zip(requests, texts, strict=True))
-        }
+        scripts = {}
+        for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
+            start, end = len(request.prompt), len(request.prompt) + request.new_tokens
+            drafts = before[row, :end].clone()
+            drafts[start:] -= 10.0 * torch.from_numpy(np.stack(dropped[row][: request.new_tokens]))
+            scripts[request.name] = Script(start, tuple(text[:end]), before[row], drafts)
+        return scripts
 
 
 @dataclass(frozen=True)
@@ -265,8 +274,8 @@ class ConstructedDrafter:
     """`Models.propose`: the scripts' own logits plus noise of standard deviation `spread`, now and then noise alone."""
 
     scripts: Mapping[str, Script]
-    spread: float = 0.8
-    blind_share: float = 0.06
+    spread: float = 1.2
+    blind_share: float = 0.05
 
     def __call__(self, models: Models, batch: Sequence[request_state.Sequence]) -> Tensor:
         extend_drafter(models, batch)
@@ -276,8 +285,8 @@ class ConstructedDrafter:
         script, first = self.scripts[sequence.request_id], sequence.committed_len + 1
         generator = torch.Generator().manual_seed(zlib.crc32(repr((script.token_ids, first)).encode()))
         blind = float(torch.rand((), generator=generator)) < self.blind_share
-        noise = torch.randn(horizon, script.logits.shape[1], generator=generator)
-        own = script.logits[first : first + horizon]
+        noise = torch.randn(horizon, script.drafts.shape[1], generator=generator)
+        own = script.drafts[first : first + horizon]
         if blind:
             return 4.0 * noise
         drafted = self.spread * noise
@@ -347,6 +356,52 @@ def decode(models: Models, requests: Sequence[Request], how: Sequence[Speculatio
         models.cache.free(sequence.extent)
     models.cache.check_integrity([])
     return results
+
+
+@dataclass
+class Slots:
+    """Starts sequences and gives their slots back at the end of the test."""
+
+    models: Models
+    taken: list[Extent] = field(default_factory=list)
+
+    def begin(self, request: Request) -> request_state.Sequence:
+        """A prefilled sequence."""
+        sequence = start(self.models, request)
+        self.taken.append(sequence.extent)
+        run_prefill(self.models, sequence, request.chunk)
+        return sequence
+
+    def fresh(self, like: request_state.Sequence) -> request_state.Sequence:
+        """A sequence with the committed text of `like`, prefilled at once, and the same root."""
+        text = tuple(like.token_ids[: like.committed_len])
+        sequence = self.begin(Request(like.request_id, text, 64, chunk=1024))
+        sequence.token_ids[-1] = like.token_ids[-1]
+        return sequence
+
+    def assert_same_state(self, sequence: request_state.Sequence) -> None:
+        """Target and drafter slots of `sequence` equal those of a fresh prefill of its text."""
+        with torch.inference_mode():
+            extend_drafter(self.models, [sequence])
+        other = self.fresh(sequence)
+        length = sequence.committed_len
+        assert sequence.drafter_len == other.committed_len == other.drafter_len == length
+        assert self.models.cache.drafter is not None
+        for pool in (self.models.cache.target, self.models.cache.drafter):
+            mine, theirs = contents(pool, sequence.extent, length), contents(pool, other.extent, length)
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+    def close(self) -> None:
+        """Gives all slots back."""
+        for extent in self.taken:
+            self.models.cache.free(extent)
+        self.models.cache.check_integrity([])
+
+
+def contents(pool: Pool, extent: Extent, length: int) -> Tensor:
+    """Keys and values `[2, layers, kv_heads, length, head_dim]`."""
+    here = slice(extent.start, extent.start + length)
+    return torch.stack((pool.keys[:, :, here], pool.values[:, :, here]))
 
 
 def with_draft(models: Models, drafter: ConstructedDrafter | None, block_size: int = 8) -> Models:
@@ -438,9 +493,3 @@ def answer(engine: Engine, prompt: Sequence[int] | str, **sampling: Any) -> Requ
     run(engine)
     return client.finished
 
-
-def copy_of(drafter: Drafter) -> Drafter:
-    """A drafter with the same weights in modules of its own."""
-    other = Drafter(drafter.config)
-    other.load_state_dict(drafter.state_dict())
-    return other.eval().requires_grad_(False)

@@ -1,0 +1,262 @@
+"""The real program in a real terminal: keys in, screen out, the terminal given back as it was."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+GIVE_UP_S = 60.0
+MODEL_GIVE_UP_S = 600.0
+
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+class Tmux:
+    """One tmux server of its own with one 80x24 window running a plain shell."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._base = ["tmux", "-L", name, "-f", "/dev/null"]
+        self._folder = folder
+        self.run("new-session", "-d", "-s", "w", "-x", "80", "-y", "24", "env PS1='$ ' sh")
+        self.run("set", "-g", "history-limit", "1000")
+        self.until("$")
+
+    def run(self, *arguments: str) -> str:
+        done = subprocess.run([*self._base, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def keys(self, *keys: str) -> None:
+        self.run("send-keys", "-t", "w", *keys)
+
+    def screen(self) -> str:
+        return self.run("capture-pane", "-t", "w", "-p")
+
+    def until(self, *texts: str, limit_s: float = GIVE_UP_S) -> str:
+        """Waits until all `texts` stand on the screen together; returns it."""
+        end = time.monotonic() + limit_s
+        while True:
+            shown = self.screen()
+            if all(text in shown for text in texts):
+                return shown
+            assert time.monotonic() < end, f"never shown: {texts}\n{shown}"
+            time.sleep(0.05)
+
+    def start(self, program: str) -> None:
+        """Runs `program` between two readings of the terminal's settings; its exit code is echoed."""
+        before, after = self._folder / "before", self._folder / "after"
+        self.keys(f"stty -a > {before}; {program}; echo exit=$?; stty -a > {after}; echo settled", "Enter")
+
+    def ended(self, limit_s: float = GIVE_UP_S) -> str:
+        """Waits for the end of the program, checks that the terminal is as before; returns the screen."""
+        self.until("exit=", "\nsettled", limit_s=limit_s)
+        assert (self._folder / "before").read_text() == (self._folder / "after").read_text()
+        flags = "#{alternate_on} #{mouse_any_flag} #{cursor_flag}"
+        assert self.run("display-message", "-p", "-t", "w", flags).split() == ["0", "0", "1"]
+        return self.screen()
+
+    def process(self) -> int:
+        """Process id of the running program."""
+        shell = self.run("display-message", "-p", "-t", "w", "#{pane_pid}").strip()
+        end = time.monotonic() + GIVE_UP_S
+        while time.monotonic() < end:
+            children = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
+            if children:
+                return int(children[0])
+            time.sleep(0.05)
+        raise AssertionError("the program is not running")
+
+
+@pytest.fixture
+def tmux(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tmux]:
+    terminal = Tmux(f"ddtree-{os.getpid()}-{abs(hash(request.node.name))}", tmp_path)
+    yield terminal
+    terminal.run("kill-server")
+
+
+def fake(*what: str) -> str:
+    return " ".join([sys.executable, str(HERE / "fake_console.py"), *what])
+
+
+@needs_tmux
+def test_prompt_flips_and_quit_from_the_keyboard(tmux: Tmux):
+    tmux.start(fake())
+    tmux.until("[1 Live]", "ready", "T 0")
+    tmux.keys("i")
+    tmux.until("[3 Prompt]")
+    tmux.keys("-l", "what is [a] fox? q13")
+    tmux.until("what is [a] fox? q13")
+    tmux.keys("Enter")
+    tmux.until("> what is [a] fox? q13", "quick brown")
+    tmux.keys("]")
+    tmux.until("tree_budget 11 -> 16", "budget 16")
+    tmux.keys("m")
+    tmux.until("mode off")
+    tmux.keys("t")
+    tmux.until("temperature, 0 to 2")
+    tmux.keys("0.7", "Enter")
+    tmux.until("T 0.7", "1 running keep theirs")
+    tmux.keys("1")
+    tmux.until("[1 Live]", "before, with tree 16")
+    tmux.keys("q")
+    tmux.until("Quit ddtree?")
+    tmux.keys("y")
+    screen = tmux.ended()
+    assert "exit=0" in screen and "Traceback" not in screen
+
+
+@needs_tmux
+@pytest.mark.case("C6")
+def test_output_of_libraries_lands_in_the_events_and_not_on_the_screen(tmux: Tmux):
+    tmux.start(fake("noise"))
+    lines = (
+        "native library on fd 1",
+        "native library on fd 2",
+        "child on stdout",
+        "child on stderr",
+        "printed by a module",
+    )
+    tmux.run("resize-window", "-t", "w", "-x", "100", "-y", "44")
+    screen = tmux.until("[1 Live]", *lines)
+    for line in lines:
+        (row,) = [row for row in screen.splitlines() if line in row]
+        assert row.strip().endswith(line) and row.strip()[2] == ":"
+    assert screen.splitlines()[0].strip().startswith("smollm2-135m-instruct")
+    tmux.keys("q")
+    assert "native library" not in tmux.ended()
+
+
+@needs_tmux
+@pytest.mark.case("C3")
+@pytest.mark.parametrize(("signal", "code"), [("TERM", 0), ("HUP", 0), ("INT", 130)])
+@pytest.mark.parametrize("what", ["loading", "streaming"])
+def test_signals_end_the_console_and_restore_the_terminal(tmux: Tmux, signal: str, code: int, what: str):
+    tmux.start(fake(what))
+    tmux.until("[1 Live]", "loading 40 %" if what == "loading" else "ready")
+    tmux.keys("i", "hello", "Enter")
+    tmux.until("queued" if what == "loading" else "quick brown")
+    subprocess.run(["kill", f"-{signal}", str(tmux.process())], check=True)
+    screen = tmux.ended()
+    assert f"exit={code}" in screen and "Traceback" not in screen
+
+
+@needs_tmux
+@pytest.mark.case("C3")
+def test_an_engine_that_does_not_stop_is_not_waited_for(tmux: Tmux):
+    tmux.start(fake("stuck"))
+    tmux.until("[1 Live]", "ready")
+    tmux.keys("q")
+    assert "exit=0" in tmux.ended()
+
+
+@needs_tmux
+def test_a_crash_is_one_line_and_leaves_the_terminal_sane(tmux: Tmux):
+    tmux.start(fake("crash"))
+    tmux.until("[1 Live]", "ready")
+    tmux.keys("u")
+    screen = tmux.ended()
+    assert "exit=1" in screen and "Traceback" not in screen
+    assert "ddtree: the console failed: RuntimeError: a handler broke" in screen
+
+
+@needs_tmux
+@pytest.mark.case("C3")
+def test_stray_mouse_bytes_are_ignored(tmux: Tmux):
+    tmux.start(fake())
+    tmux.until("[1 Live]", "ready")
+    for stray in ("1b 5b 3c 30 3b 31", "1b 5b 4d", "1b 5b 3c 39 39 39 39 39 3b 30 4d", "ff fe 80"):
+        tmux.run("send-keys", "-t", "w", "-H", *stray.split())
+        time.sleep(0.2)
+    tmux.keys("Escape")
+    tmux.keys("3")
+    tmux.until("[3 Prompt]")
+    tmux.keys("q")
+    assert "exit=0" in tmux.ended()
+
+
+@needs_tmux
+@pytest.mark.case("C5")
+def test_resizing_to_nothing_and_back_while_text_streams(tmux: Tmux):
+    tmux.start(fake())
+    tmux.until("[1 Live]", "ready")
+    tmux.keys("i", "hello", "Enter")
+    tmux.until("quick brown")
+    for columns, rows in ((10, 3), (1, 1), (40, 10), (80, 24)):
+        tmux.run("resize-window", "-t", "w", "-x", str(columns), "-y", str(rows))
+        time.sleep(0.3)
+    tmux.until("[3 Prompt]", "quick brown", "ready")
+    tmux.keys("q")
+    tmux.until("Quit ddtree?")
+    tmux.keys("y")
+    tmux.ended()
+
+
+@needs_tmux
+@pytest.mark.case("C6")
+def test_no_color_sends_no_colours(tmux: Tmux):
+    tmux.start("NO_COLOR=1 " + fake())
+    tmux.until("[1 Live]", "ready")
+    tmux.keys("i", "hello", "Enter")
+    tmux.until("quick brown")
+    coloured = tmux.run("capture-pane", "-t", "w", "-p", "-e")
+    codes = {code for part in coloured.split("\x1b[")[1:] for code in part.partition("m")[0].split(";")}
+    assert not codes & {
+        str(code) for code in (*range(30, 39), *range(40, 49), *range(90, 98), *range(100, 108))
+    }
+    assert "4" in codes, "bonus tokens are underlined"
+    tmux.keys("q")
+    tmux.until("Quit ddtree?")
+    tmux.keys("y")
+    tmux.ended()
+
+
+@pytest.mark.case("C1")
+def test_a_terminal_that_hangs_up_without_a_signal_ends_the_console():
+    master, slave = pty.openpty()
+    program = subprocess.Popen(
+        fake().split(),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    seen, end = b"", time.monotonic() + GIVE_UP_S
+    while b"ready" not in seen and time.monotonic() < end:
+        if select.select([master], [], [], 0.2)[0]:
+            seen += os.read(master, 65536)
+    os.close(master)
+    try:
+        assert program.wait(timeout=GIVE_UP_S) == 0
+    finally:
+        program.kill()
+
+
+@needs_tmux
+def test_the_default_model_answers_a_typed_prompt(tmux: Tmux, default_checkpoint: object):
+    tmux.start(f"cd {HERE.parent} && {sys.executable} -m console")
+    tmux.until("[1 Live]", "loading")
+    tmux.keys("i")
+    tmux.until("[3 Prompt]")
+    tmux.keys("-l", "What is the capital of France?")
+    tmux.keys("Enter")
+    tmux.until("queued")
+    tmux.until("Paris", limit_s=MODEL_GIVE_UP_S)
+    tmux.keys("t")
+    tmux.until("temperature, 0 to 2")
+    tmux.keys("0.7", "Enter")
+    tmux.until("T 0.7")
+    tmux.keys("q")
+    if "Quit ddtree?" in tmux.until("q"):
+        tmux.keys("y")
+    assert "exit=0" in tmux.ended()

@@ -1,0 +1,158 @@
+"""One suite over every implementation of the Runtime interface: the fake of the console's tests and the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from fake_runtime import FakeRuntime
+from tiny_models import tiny_config, write_drafter, write_target
+
+from runtime.interface import (
+    ConfigRejected,
+    EngineState,
+    GenerateRequest,
+    RequestAdmitted,
+    RequestFinished,
+    RequestRejected,
+    RoundStats,
+    Runtime,
+    SamplingParams,
+    StatusChanged,
+    TokensEmitted,
+)
+from runtime.local import LocalRuntime
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny target and a drafter for it."""
+    root = tmp_path_factory.mktemp("contract")
+    return write_target(root / "target"), write_drafter(root / "drafter", root / "target")
+
+
+@pytest.fixture(params=["fake", "local"])
+async def runtime(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> AsyncIterator[Runtime]:
+    if request.param == "fake":
+        made: Runtime = FakeRuntime()
+    else:
+        local = LocalRuntime(tiny_config(*folders, mode="tree", tree_budget=8, max_tree_budget=16))
+        await local.wait_ready()
+        made = local
+    yield made
+    await made.aclose()
+
+
+async def collect(runtime: Runtime, request: GenerateRequest) -> list:
+    return [event async for event in runtime.generate(request)]
+
+
+def ask(text: str = "abc", **sampling: object) -> GenerateRequest:
+    return GenerateRequest(prompt=text, sampling=SamplingParams(**{"max_tokens": 12, **sampling}))
+
+
+async def test_a_stream_is_admitted_then_tokens_then_finished(runtime: Runtime) -> None:
+    events = await collect(runtime, ask())
+    assert isinstance(events[0], RequestAdmitted)
+    assert isinstance(events[-1], RequestFinished)
+    assert all(isinstance(event, TokensEmitted) for event in events[1:-1])
+    pieces = "".join(piece.text for event in events[1:-1] for piece in event.pieces)
+    assert pieces + events[-1].tail == events[-1].text
+    assert events[-1].stats.output_tokens == len(events[-1].token_ids) <= 12
+
+
+async def test_it_implements_the_interface(runtime: Runtime) -> None:
+    assert isinstance(runtime, Runtime)
+    assert (await runtime.status()).state is EngineState.READY
+    assert (await runtime.describe()).engine
+
+
+async def test_leaving_a_stream_frees_its_slots(runtime: Runtime) -> None:
+    async with aclosing(runtime.generate(ask(max_tokens=40))) as stream:
+        async for event in stream:
+            if isinstance(event, TokensEmitted):
+                break
+    await settle(lambda: idle(runtime))
+
+
+async def test_cancel_ends_a_stream_with_its_reason(runtime: Runtime) -> None:
+    async for event in runtime.generate(ask(max_tokens=40)):
+        if isinstance(event, RequestAdmitted):
+            assert await runtime.cancel(event.request_id)
+        last = event
+    assert isinstance(last, RequestFinished) and last.reason == "cancelled"
+    assert not await runtime.cancel(last.request_id)
+
+
+async def test_an_impossible_request_is_refused_before_any_event(runtime: Runtime) -> None:
+    with pytest.raises(RequestRejected):
+        await collect(runtime, ask("abc " * 4000))
+
+
+async def test_an_old_revision_is_refused_and_says_who_changed_what(runtime: Runtime) -> None:
+    plan = await runtime.preview({"tree_budget": 4})
+    report = await runtime.apply({"tree_budget": 4}, plan.revision, author="first")
+    assert report.revision > plan.revision
+    with pytest.raises(ConfigRejected, match="first"):
+        await runtime.apply({"tree_budget": 6}, plan.revision, author="second")
+    assert (await runtime.status()).config["tree_budget"] == 4
+
+
+async def test_a_wrong_field_or_value_is_refused_naming_it(runtime: Runtime) -> None:
+    with pytest.raises(ConfigRejected, match="temperature"):
+        await runtime.preview({"temperature": 9})
+    with pytest.raises(ConfigRejected, match="tree_budgett"):
+        await runtime.preview({"tree_budgett": 4})
+
+
+async def test_a_field_that_needs_a_rebuild_is_planned_but_not_applied(runtime: Runtime) -> None:
+    plan = await runtime.preview({"dtype": "bfloat16"})
+    assert [change.effect for change in plan.changes] == ["rebuild"]
+    assert not plan.allowed
+    with pytest.raises(ConfigRejected):
+        await runtime.apply({"dtype": "bfloat16"}, plan.revision)
+
+
+async def test_watch_shows_rounds_and_changes_and_ends_cleanly(runtime: Runtime) -> None:
+    seen: list = []
+
+    async def look() -> None:
+        async with aclosing(runtime.watch()) as events:
+            async for event in events:
+                seen.append(event)
+
+    watching = asyncio.create_task(look())
+    await asyncio.sleep(0.05)
+    await collect(runtime, ask())
+    plan = await runtime.preview({"temperature": 0.5})
+    await runtime.apply({"temperature": 0.5}, plan.revision)
+    await settle(lambda: any(isinstance(event, StatusChanged) for event in seen))
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert any(isinstance(event, RoundStats) for event in seen)
+
+
+async def test_requests_are_listed_while_they_run_and_after(runtime: Runtime) -> None:
+    during = None
+    async for event in runtime.generate(ask(max_tokens=30)):
+        if isinstance(event, TokensEmitted) and during is None:
+            during = await runtime.requests()
+    assert during and during[0].state in ("decoding", "finished")
+
+
+async def idle(runtime: Runtime) -> bool:
+    status = await runtime.status()
+    return status.running == 0 and status.slots_used == 0
+
+
+async def settle(condition: Callable, seconds: float = 5.0) -> None:
+    """Waits until `condition` holds; fails after `seconds`."""
+    for _ in range(int(seconds / 0.02)):
+        value = condition()
+        if await value if asyncio.iscoroutine(value) else value:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("did not settle")
