@@ -138,19 +138,19 @@ class ConsoleApp(App[int]):
                 self.exit(0)
                 return
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
-            self._log(*(LogLine(time_s=now, level="info", text=clean_line(text)) for text in captured))
+            self._record(*(LogLine(time_s=now, level="info", text=clean_line(text)) for text in captured))
         if self.view.notice and time.monotonic() > self._notice_until_s:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         self._show(figures=self._window.figures(now), host_age_s=age, lines=tuple(self._lines))
 
-    def _log(self, *lines: LogLine) -> None:
+    def _record(self, *lines: LogLine) -> None:
         self._lines = [*self._lines, *lines][-KEEP_LINES:]
 
     def _notice(self, text: str, bad: bool = False) -> None:
         """One line at the top for some seconds, kept among the events."""
         self._notice_until_s = time.monotonic() + NOTICE_S
-        self._log(LogLine(time_s=time.time(), level="warning" if bad else "info", text=clean_line(text)))
+        self._record(LogLine(time_s=time.time(), level="warning" if bad else "info", text=clean_line(text)))
         self._show(notice=clean_line(text), notice_bad=bad, lines=tuple(self._lines))
 
     # Messages of the bridge
@@ -169,18 +169,20 @@ class ConsoleApp(App[int]):
         self._window.add(event.rounds)
 
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
-        self._log(*(line.model_copy(update={"text": clean_line(line.text)}) for line in event.lines))
+        self._record(*(line.model_copy(update={"text": clean_line(line.text)}) for line in event.lines))
 
     def on_state_changed(self, event: messages.StateChanged) -> None:
         if event.change.state != self._state:
             self._state = event.change.state
             reason = f": {clean_line(event.change.reason)}" if event.change.reason else ""
             level = "error" if event.change.state in ("failed", "degraded") else "info"
-            self._log(LogLine(time_s=time.time(), level=level, text=f"engine {event.change.state}{reason}"))
+            self._record(
+                LogLine(time_s=time.time(), level=level, text=f"engine {event.change.state}{reason}")
+            )
 
     def on_bridge_problem(self, event: messages.BridgeProblem) -> None:
         if event.text and event.text != self.view.problem:
-            self._log(LogLine(time_s=time.time(), level="error", text=event.text))
+            self._record(LogLine(time_s=time.time(), level="error", text=event.text))
         self._show(problem=event.text)
 
     def on_change_done(self, event: messages.ChangeDone) -> None:

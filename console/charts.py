@@ -15,8 +15,8 @@ MIN_WIDTH, MIN_HEIGHT = 12, 3
 class TimeChart(PlotextPlot):
     """One value per second up to the present; None is a hole, not a zero. The vertical axis starts at 0."""
 
-    def __init__(self, title: str, **options: str) -> None:
-        super().__init__(**options)
+    def __init__(self, title: str, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
         self._title = title
         self.border_title = title
         self._values: tuple[float | None, ...] = ()

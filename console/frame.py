@@ -155,8 +155,8 @@ class ConsoleScreen(Screen[None]):
     """Base of the screens on the number keys. A subclass gives `NAME`, `body()` and `show()`."""
 
     NAME: ClassVar[str] = ""
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (70, "-wide")]
-    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-short"), (30, "-tall")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]
 
     def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:
         super().__init__()

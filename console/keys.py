@@ -51,13 +51,14 @@ def help_groups(app: App[Any]) -> tuple[HelpGroup, ...]:
         else:
             title = "In what has the focus"
         titles.setdefault(title, []).append((binding, app.get_key_display(binding)))
-    groups = [(title, help_rows(rows)) for title, rows in titles.items() if rows]
+    groups = [(title, help_rows(found)) for title, found in titles.items() if found]
     if not isinstance(app.focused, PromptInput):
-        own = [
+        typing = [
             binding.with_key(key)
             for binding in PromptInput.BINDINGS
             if isinstance(binding, Binding)
             for key in binding.key.split(",")
         ]
-        groups.append(("In the prompt input", help_rows((b, app.get_key_display(b)) for b in own)))
+        rows = help_rows((binding, app.get_key_display(binding)) for binding in typing)
+        groups.append(("In the prompt input", rows))
     return tuple(groups)

@@ -46,7 +46,7 @@ class PromptInput(TextArea):
         if event.key == "enter":
             event.prevent_default()  # The text area would insert a line break and end the key's way.
 
-    def _on_paste(self, event: events.Paste) -> None:
+    async def _on_paste(self, event: events.Paste) -> None:
         event.text = clean_text(event.text)
 
     def action_send(self) -> None:

@@ -13,13 +13,17 @@ import select
 import sys
 import termios
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from textual.app import App
     from textual.driver import Driver
+    from textual.events import Key
+    from textual.message import Message
 
 STOP_S = 4.0
 KEEP_LINES = 1000
@@ -214,21 +218,87 @@ def _attributes(fd: int) -> list[Any] | None:
         return None
 
 
+class KeyFilter:
+    """Holds back the pieces of mouse reports that a slow line cut off.
+
+    Textual hands a broken escape sequence on as the keys it spells, here `[`, `<` and digits: `[` would lower the
+    budget and digits change the screen. A `[` outside of inputs therefore waits for what comes right behind it.
+    """
+
+    TOGETHER_S = 0.02
+
+    def __init__(self, deliver: Callable[[Key], None], typing: Callable[[], bool]) -> None:
+        self._deliver = deliver
+        self._typing = typing
+        self._lock = threading.Lock()
+        self._held: Key | None = None
+        self._inside = False
+        self._last_s = float("-inf")
+
+    def key(self, event: Key) -> None:
+        """Takes the next key; delivers it and the held one unless they are pieces of a report."""
+        now = time.monotonic()
+        together, self._last_s = now - self._last_s < self.TOGETHER_S, now
+        self._inside = self._inside and together
+        if self._inside:
+            return
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None and event.key == "less_than_sign":
+            self._inside = True
+            return
+        if held is not None:
+            self._deliver(held)
+        if event.key != "left_square_bracket" or self._typing():
+            self._deliver(event)
+            return
+        self._held = event
+        threading.Timer(self.TOGETHER_S, self.release).start()
+
+    def release(self) -> None:
+        """Delivers the held key: nothing came right behind it."""
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            self._deliver(held)
+
+
 def driver_class(terminal: Terminal) -> type[Driver]:
     """Textual's Linux driver, drawing on the terminal's own descriptor and asking that one for its size."""
     from textual.drivers.linux_driver import LinuxDriver
+    from textual.events import Key
+    from textual.widgets import Input, TextArea
 
     class TerminalDriver(LinuxDriver):
         def __init__(self, app: App[Any], **options: Any) -> None:
             super().__init__(app, **options)
             self._file = terminal.screen  # type: ignore[assignment]
+            self._keys = KeyFilter(
+                super().process_message, lambda: isinstance(app.focused, (Input, TextArea))
+            )
+
+        def process_message(self, message: Message) -> None:
+            if isinstance(message, Key):
+                self._keys.key(message)
+            else:
+                super().process_message(message)
 
         def _get_terminal_size(self) -> tuple[int, int]:
             return terminal.size()
 
+        def _run_input_thread(self) -> None:
+            """Reads keys until told to stop; bytes that are no UTF-8 are left out instead of ending the app."""
+            while not self.exit_event.is_set() and not terminal.is_lost():
+                try:
+                    self.run_input_thread()
+                except ValueError:
+                    continue
+                except OSError:
+                    terminal.screen.lost = True
+
         def start_application_mode(self) -> None:
             terminal.drawing = True
-            super().start_application_mode()
+            super().start_application_mode()  # type: ignore[no-untyped-call]
 
         def stop_application_mode(self) -> None:
             super().stop_application_mode()

@@ -131,7 +131,7 @@ class Engine:
         """How a request that asks for `mode` and `tree_budget` (None: the configured ones) drafts in the next round."""
         wanted = mode or self.config.mode
         budget = tree_budget if tree_budget is not None else self.config.tree_budget
-        budget = self.default_budget if budget is None else budget
+        budget = min(self.default_budget if budget is None else budget, self.loaded.limits.max_tree_budget)
         if wanted == "off":
             return Speculation()
         if self.loaded.no_drafter_reason is not None:

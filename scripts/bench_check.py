@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from runtime.bench import BenchPlan, CaseResult, run_bench
 from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
+from runtime.loader import load
 
 COMMAND = [sys.executable, "-m", "console"]
 HELP_S = 0.3
@@ -26,6 +29,7 @@ PEAK_BYTES = 2.5e9
 SPEED_UP = 1.6
 IDLE_LOAD = 0.5
 HALVES = 0.05
+SECOND_TURN = 0.25
 FIRST_SCREEN = b"Live"
 PROMPT = "Write a Python function that checks whether a word is a palindrome."
 
@@ -94,9 +98,46 @@ def default_speed() -> Check:
     )
 
 
+def second_turn() -> Check:
+    """Time to the first token of a chat's second turn, its beginning reused, against the same turn computed cold."""
+    engine = loaded_engine(RuntimeConfig())
+    long_turn = {
+        "role": "user",
+        "content": "Summarise this list. " + "apples, pears, plums and cherries; " * 110,
+    }
+    first = answer(engine, [long_turn], reuse=True)
+    turns = [long_turn, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Shorter."}]
+    warm = answer(engine, turns, reuse=True)
+    cold = answer(engine, turns, reuse=False)
+    if warm.text != cold.text:
+        sys.exit("the second turn has another text when its beginning is reused")
+    ratio = (warm.stats.ttft_s or 0.0) / (cold.stats.ttft_s or 1.0)
+    name = f"second turn of {warm.stats.prompt_tokens} tokens, reused against cold"
+    return Check(name, ratio <= SECOND_TURN, f"{ratio:.2f} x", f"<= {SECOND_TURN:g} x")
+
+
+def loaded_engine(config: RuntimeConfig) -> Engine:
+    return Engine(load(config), config, default_budget=11)
+
+
+def answer(engine: Engine, messages: list[dict[str, str]], reuse: bool) -> RequestFinished:
+    """One greedy answer of 32 tokens."""
+    finished: list[RequestFinished] = []
+
+    def sink(event: object) -> None:
+        if isinstance(event, RequestFinished):
+            finished.append(event)
+
+    sampling = SamplingParams(max_tokens=32, temperature=0.0)
+    engine.submit(GenerateRequest(messages=tuple(messages), sampling=sampling, reuse_prefix=reuse), sink)
+    while engine.busy:
+        engine.step()
+    return finished[0]
+
+
 def main() -> int:
     checks = []
-    for check in (help_time, first_screen_time, peak_memory, default_speed):
+    for check in (help_time, first_screen_time, peak_memory, second_turn, default_speed):
         checks.append(check())
         print(checks[-1].line(), flush=True)
     print(json.dumps({"schema": 1, "checks": [vars(check) for check in checks]}))

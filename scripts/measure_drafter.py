@@ -33,7 +33,8 @@ class Cell:
 
     outputs: list[int]
     rounds: list[int]
-    by_position: list[float]
+    by_position: list[float | None]
+    """Share of the rounds that drafted a position in which it was accepted; None where none did."""
     texts: list[tuple[int, ...]]
     seconds: float
 
@@ -72,7 +73,7 @@ def run_cell(engine: Engine, prompts: list[dict], *, mode: str, budget: int, tem
     return Cell(
         outputs=[len(event.token_ids) for event in order],
         rounds=[event.stats.rounds for event in order],
-        by_position=[a / d if d else float("nan") for a, d in zip(accepted, drafted, strict=True)],
+        by_position=[a / d if d else None for a, d in zip(accepted, drafted, strict=True)],
         texts=[event.token_ids for event in order],
         seconds=time.perf_counter() - start,
     )
@@ -172,7 +173,8 @@ def main() -> None:
                 "by_position_with": pair[True].by_position,
                 "same_texts": f"{same} of {len(prompts)}",
             }
-            print(path.stem, f"T=1 tree{budget} noise {value:.3f} [{low:.3f}, {high:.3f}], same texts {same}", flush=True)
+            interval = f"{value:.3f} [{low:.3f}, {high:.3f}]"
+            print(path.stem, f"T=1 tree{budget} noise {interval}, same texts {same}", flush=True)
         report["sets"][path.stem] = cells
         engine.check_integrity()
         args.out.write_text(json.dumps(report, indent=1))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import sys
 import time
 from pathlib import Path

@@ -6,9 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from fake_runtime import ANSWER, FakeRuntime
 

@@ -473,7 +473,7 @@ async def test_help_lists_every_key_of_the_screen_from_its_bindings():
             "Mark bonus",
         ):
             assert words in shown
-        assert "accepted drafts plus the bonus token" in shown
+        assert "Tokens per verify step" in shown
         await driven.press("escape")
         assert isinstance(driven.app.screen, PromptScreen)
 

@@ -1,0 +1,655 @@
+"""The engine on tiny models: requests, seeds, stops, limits, cancelling, prefixes, live changes, and no slot lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from pydantic import ValidationError
+from reference_sampler import Rule
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    END,
+    OTHER_END,
+    Client,
+    ConstructedDrafter,
+    Reference,
+    Request,
+    answer,
+    ask,
+    run,
+    tiny_config,
+    with_scripts,
+)
+
+from runtime.engine import Engine
+from runtime.interface import (
+    GenerateRequest,
+    RequestAdmitted,
+    RequestRejected,
+    RoundStats,
+    RuntimeUnavailable,
+    SamplingParams,
+    TreeTrace,
+)
+from runtime.loader import load
+from runtime.output import StopMatch, TextStream
+from runtime.sequence import OutputToken
+from runtime.tokenizer import ChatTokenizer
+
+VOCAB = 288
+MODES: tuple[Any, ...] = ("off", "chain", "tree")
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    target = tiny_models.write_target(folder / "target", vocab_size=VOCAB)
+    tiny_models.write_drafter(folder / "drafter", target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder / "target", VOCAB)
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Iterator[MakeEngine]:
+    """Builds engines from settings; after the test each must have all its slots back."""
+    made: list[Engine] = []
+
+    def make(drafter: ConstructedDrafter | None = None, **settings: Any) -> Engine:
+        paths = {"target": folder / "target", "drafter": folder / "drafter"} | {
+            name: settings.pop(name) for name in ("target", "drafter_folder") if name in settings
+        }
+        config = tiny_config(paths["target"], paths.get("drafter_folder", paths["drafter"]), **settings)
+        loaded = load(config)
+        made.append(Engine(with_scripts(loaded, drafter) if drafter else loaded, config, default_budget=8))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        run(engine)
+        engine.check_integrity()
+        engine.scheduler.drop_prefixes()
+        assert engine.models.cache.free_slots == engine.models.cache.slots
+        assert not engine.requests()
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(1000 * seed + length).randrange(VOCAB - 4) for _ in range(length))
+
+
+def special(engine: Engine, token: str) -> int:
+    token_id = engine.loaded.tokenizer.token_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def letters(engine: Engine) -> dict[int, float]:
+    """A bias under which the tiny target writes lower-case words."""
+    return {engine.loaded.tokenizer.encode(char)[0]: 20.0 for char in "abcdefghijklmnopqrstuvwxyz "}
+
+
+def scripted(reference: Reference, requests: Sequence[Request]) -> ConstructedDrafter:
+    return ConstructedDrafter(reference.scripts(requests))
+
+
+def as_generate(request: Request, **fields: Any) -> GenerateRequest:
+    """`request` as the API has it."""
+    rule = request.rule
+    sampling = SamplingParams(
+        max_tokens=request.new_tokens,
+        temperature=rule.temperature,
+        top_k=rule.top_k,
+        top_p=rule.top_p,
+        seed=rule.seed,
+        logit_bias=dict(rule.logit_bias),
+        logprobs=request.logprobs,
+    )
+    given: dict[str, Any] = {"request_id": request.name, "prompt_token_ids": request.prompt, "sampling": sampling}
+    return GenerateRequest(**(given | fields))
+
+
+# Sampling as requests ask for it.
+
+
+@pytest.mark.case("A02")
+def test_sampled_requests_differ_and_degenerate_filters_are_greedy(make_engine: MakeEngine) -> None:
+    engine = make_engine(temperature=0.8)
+    prompt = prompt_of(10)
+    greedy = answer(engine, prompt, temperature=0.0).token_ids
+    assert len({answer(engine, prompt, temperature=1.0).token_ids for _ in range(5)}) > 1
+    assert answer(engine, prompt, temperature=1.0, top_k=1).token_ids == greedy
+    assert answer(engine, prompt, temperature=1.0, top_p=1e-6).token_ids == greedy
+    assert answer(engine, prompt, temperature=1e-6).token_ids == greedy
+    assert answer(engine, prompt, top_k=50, seed=3).token_ids == answer(
+        engine, prompt, top_k=50, seed=3, temperature=0.8
+    ).token_ids
+    assert answer(engine, prompt, top_k=50, seed=3).token_ids != greedy
+
+
+@pytest.mark.case("A04")
+def test_seeds_are_kept_drawn_and_echoed(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_concurrency=5)
+    prompt = prompt_of(12)
+
+    def seeded() -> Client:
+        sampling = SamplingParams(temperature=1.0, seed=42)
+        return ask(engine, GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
+
+    unseeded = {answer(engine, prompt, temperature=1.0).token_ids for _ in range(8)}
+    assert len(unseeded) > 1
+    texts = []
+    for others in (0, 0, 4, 4):
+        for other in range(others):
+            sampling = SamplingParams(temperature=1.0)
+            ask(engine, GenerateRequest(prompt_token_ids=prompt_of(5 + other, 2), sampling=sampling))
+        client = seeded()
+        run(engine)
+        texts.append(client.finished.token_ids)
+    assert len(set(texts)) == 1
+    drawn = ask(engine, GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(temperature=1.0)))
+    run(engine)
+    admitted = drawn.events[0]
+    assert isinstance(admitted, RequestAdmitted)
+    assert answer(engine, prompt, temperature=1.0, seed=admitted.seed).token_ids == drawn.finished.token_ids
+
+
+@pytest.mark.case("A06")
+@pytest.mark.parametrize("mode", MODES)
+def test_each_piece_carries_its_logprob_and_none_follows_the_stop(
+    make_engine: MakeEngine, reference: Reference, mode: Any
+) -> None:
+    request = Request("r", prompt_of(9), 16, logprobs=2)
+    scripts = reference.scripts([request])
+    outputs = scripts["r"].outputs
+    stop = outputs[11]
+    engine = make_engine(ConstructedDrafter(scripts))
+    client = ask(engine, as_generate(request, mode=mode))
+    run(engine)
+    table = reference.logits([[*request.prompt, *outputs]])[0].log_softmax(-1)
+    assert [piece.token_id for piece in client.pieces] == list(outputs)
+    for i, piece in enumerate(client.pieces):
+        row = table[len(request.prompt) + i - 1]
+        assert piece.logprob.logprob == pytest.approx(float(row[piece.token_id]), abs=1e-3)
+        assert [token for token, _, _ in piece.logprob.top] == row.topk(2).indices.tolist()
+    if mode == "tree":
+        assert client.finished.stats.accept_length > 1.5
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0, stop_token_ids=(stop,))
+    client = ask(engine, as_generate(request, mode=mode, sampling=sampling))
+    run(engine)
+    assert [piece.token_id for piece in client.pieces] == list(outputs[: outputs.index(stop) + 1])
+    assert all(piece.logprob is not None for piece in client.pieces)
+
+
+# Ends of a text.
+
+
+@pytest.mark.case("A08")
+@pytest.mark.parametrize("end", [END, OTHER_END])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_end_token_ends_the_text_and_stays_out_of_it(
+    make_engine: MakeEngine, tmp_path: Path, end: str, mode: str
+) -> None:
+    target = tiny_models.write_target(tmp_path / "qwen3", "qwen3", vocab_size=VOCAB)
+    drafter = tiny_models.write_drafter(tmp_path / "drafter", target)
+    engine = make_engine(target=target, drafter_folder=drafter, mode=mode)
+    last = special(engine, end)
+    ended = answer(engine, prompt_of(8), logit_bias={last: 100.0}, min_tokens=5)
+    assert ended.reason == "stop" and ended.token_ids[-1] == last and len(ended.token_ids) == 6
+    assert ended.text == engine.loaded.tokenizer.decode(ended.token_ids[:-1])
+    assert "end" not in ended.text
+
+
+@pytest.mark.case("A08")
+def test_end_tokens_join_the_request_s_own_and_can_be_ignored(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    end, mine = special(engine, END), 65
+    both = {"stop_token_ids": (mine,), "max_tokens": 6}
+    assert answer(engine, prompt_of(8), logit_bias={mine: 100.0}, **both).token_ids == (mine,)
+    assert answer(engine, prompt_of(8), logit_bias={end: 100.0}, **both).token_ids == (end,)
+    ignoring = answer(engine, prompt_of(8), logit_bias={end: 100.0}, ignore_eos=True, **both)
+    assert (ignoring.token_ids, ignoring.reason, ignoring.text) == ((end,) * 6, "length", "")
+
+
+def spoken(reference: Reference, engine: Engine, name: str, seed: int = 0) -> tuple[Request, str]:
+    """A request that makes the target write letters, and all it writes."""
+    request = Request(name, prompt_of(9, seed), 40, Rule(logit_bias=letters(engine)))
+    return request, engine.loaded.tokenizer.decode(reference.scripts([request])[name].outputs)
+
+
+@pytest.mark.case("E1")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stop_string_over_token_borders_ends_the_text_before_it(
+    make_engine: MakeEngine, reference: Reference, mode: Any
+) -> None:
+    request, text = spoken(reference, make_engine(), "r")
+    engine = make_engine(scripted(reference, [request]))
+    for at in (7, 15, 16):
+        stop = text[at : at + 4]
+        fields = {"stop": (stop, "NEVER"), "max_tokens": 40, "temperature": 0.0}
+        sampling = SamplingParams(**fields, logit_bias=dict(request.rule.logit_bias))
+        client = ask(engine, as_generate(request, mode=mode, sampling=sampling))
+        run(engine)
+        finished = client.finished
+        assert finished.reason == "stop"
+        assert finished.text == client.streamed == text[: text.index(stop)]
+        said = engine.loaded.tokenizer.decode(finished.token_ids)
+        assert said == text[: text.index(stop) + 4]
+        assert len(client.pieces) == len(finished.token_ids) == finished.stats.output_tokens
+        assert finished.stats.num_correct_drafts == sum(piece.drafted for piece in client.pieces)
+
+
+@pytest.mark.case("E1")
+def test_text_held_for_a_stop_that_never_comes_is_released_once(
+    make_engine: MakeEngine, reference: Reference
+) -> None:
+    request, text = spoken(reference, make_engine(), "r")
+    engine = make_engine(scripted(reference, [request]))
+    bias = dict(request.rule.logit_bias)
+    sampling = SamplingParams(stop=(text[-3:] + "Z", text[4:8] + "Z"), max_tokens=40, logit_bias=bias)
+    client = ask(engine, as_generate(request, sampling=sampling))
+    run(engine)
+    assert client.finished.text == client.streamed == text
+    assert client.finished.reason == "length"
+
+
+def push_all(stream: TextStream, tokens: Sequence[int], run_length: int) -> tuple[str, bool]:
+    """Streams `tokens` in runs; returns the streamed text and whether a stop string was met."""
+    shown = ""
+    for at in range(0, len(tokens), run_length):
+        pieces, match = stream.push([OutputToken(token, False) for token in tokens[at : at + run_length]])
+        shown += "".join(piece.text for piece in pieces)
+        if match is not None:
+            assert isinstance(match, StopMatch)
+            return shown + stream.finish()[1], True
+    pieces, tail = stream.finish()
+    return shown + "".join(piece.text for piece in pieces) + tail, False
+
+
+@pytest.mark.case("E1")
+@pytest.mark.parametrize("run_length", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("stops", "expected", "met"),
+    [
+        (("own fox",), "The quick br", True),
+        (("own foxes",), "The quick brown fox", False),
+        (("fox", "own fox"), "The quick br", True),
+        (("quick brown", "brown fox", "x", "zz"), "The ", True),
+        ((), "The quick brown fox", False),
+    ],
+)
+def test_stop_strings_do_not_depend_on_how_the_text_arrives(
+    folder: Path, run_length: int, stops: tuple[str, ...], expected: str, met: bool
+) -> None:
+    tokenizer = ChatTokenizer.from_folder(folder / "target")
+    stream = TextStream(tokenizer, stops)
+    assert push_all(stream, tokenizer.encode("The quick brown fox"), run_length) == (expected, met)
+    assert stream.text == expected
+
+
+@pytest.mark.case("E1")
+def test_five_stop_strings_or_an_empty_one_are_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ValidationError, match="stop"):
+        SamplingParams(stop=("a", "b", "c", "d", "e"))
+    with pytest.raises(RequestRejected, match="empty stop string") as refused:
+        answer(make_engine(), (1, 2), stop=("a", ""))
+    assert refused.value.field == "stop"
+
+
+@pytest.mark.case("E2")
+@pytest.mark.parametrize("run_length", [1, 3])
+def test_characters_split_over_tokens_stream_whole(folder: Path, run_length: int) -> None:
+    tokenizer = ChatTokenizer.from_folder(folder / "target")
+    text = "a 👩‍🔧 中文 é"
+    tokens = tokenizer.encode(text)
+    assert len(tokens) > len(text)
+    assert push_all(TextStream(tokenizer), tokens, run_length) == (text, False)
+    cut = tokenizer.encode("a é")[:-1]
+    stream = TextStream(tokenizer)
+    assert push_all(stream, cut, run_length)[0] == stream.text == tokenizer.decode(cut) == "a \N{REPLACEMENT CHARACTER}"
+
+
+# Vocabulary, block size, context limit.
+
+
+@pytest.mark.case("A11")
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_ids_of_a_padded_head_enter_neither_tree_nor_text(
+    make_engine: MakeEngine, tmp_path: Path, temperature: float
+) -> None:
+    target = tiny_models.write_target(tmp_path / "padded", vocab_size=VOCAB, head_rows=VOCAB + 32)
+    state = load_file(target / "model.safetensors")
+    state["lm_head.weight"][VOCAB:] *= 50
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    drafter = tiny_models.write_drafter(tmp_path / "drafter", target)
+    engine = make_engine(target=target, drafter_folder=drafter)
+    sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=40)
+    client = ask(engine, GenerateRequest(prompt_token_ids=(1, 2, 3), request_id="r", sampling=sampling))
+    drafted: set[int] = set()
+    while engine.busy:
+        engine.step()
+        drafted |= {node.token_id for tree in engine.trace("r") for node in tree.nodes}
+    assert len(drafted) > 20 and max(drafted) < VOCAB
+    assert max(client.finished.token_ids) < VOCAB
+    for field in ("stop_token_ids", "logit_bias"):
+        value = (VOCAB,) if field == "stop_token_ids" else {VOCAB: 1.0}
+        with pytest.raises(RequestRejected, match=f"{field}: token id {VOCAB} is not in 0 to {VOCAB - 1}"):
+            answer(engine, (1, 2), **{field: value})
+
+
+@pytest.mark.case("A12")
+@pytest.mark.parametrize("block_size", [1, 2, 7, 8, None])
+def test_a_block_of_n_drafts_n_minus_one_deep(make_engine: MakeEngine, block_size: int | None) -> None:
+    engine = make_engine(block_size=block_size, tree_budget=64, max_tokens=30)
+    client = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(6), mode="chain"))
+    rounds = rounds_of(engine)
+    assert max(max(one.draft_depths) for one in rounds) == (block_size or 8) - 1
+    assert len(client.finished.token_ids) == 30
+    reason = client.finished.stats.plain_reason
+    assert reason == ("block_size 1 leaves no draft position" if block_size == 1 else None)
+
+
+def rounds_of(engine: Engine) -> list[RoundStats]:
+    """Steps until idle; the rounds' figures."""
+    rounds = []
+    while engine.busy:
+        stats = engine.step()
+        if stats is not None:
+            rounds.append(stats)
+    return rounds
+
+
+@pytest.mark.case("A25")
+def test_the_context_limit_ends_a_text_and_leaves_the_neighbour_alone(make_engine: MakeEngine) -> None:
+    settings: dict[str, Any] = {"max_seq_len": 64, "tree_budget": 32, "prefix_reuse": False}
+    near, neighbour = prompt_of(61), prompt_of(20)
+    alone = answer(make_engine(**settings), neighbour, max_tokens=40).token_ids
+    engine = make_engine(**settings)
+    clients = [
+        ask(engine, GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=40)))
+        for prompt in (near, neighbour)
+    ]
+    run(engine)
+    assert clients[0].finished.reason == "length" and len(clients[0].finished.token_ids) == 3
+    assert clients[1].finished.token_ids == alone
+    with pytest.raises(RequestRejected, match="64 tokens leave no room in the context limit of 64") as refused:
+        answer(engine, prompt_of(64))
+    assert refused.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "words"),
+    [
+        ({}, "exactly one of prompt"),
+        ({"prompt": "a", "prompt_token_ids": (1,)}, "exactly one of prompt"),
+        ({"prompt_token_ids": ()}, "it has no tokens"),
+        ({"prompt_token_ids": (VOCAB,)}, f"token id {VOCAB} is not in 0 to {VOCAB - 1}"),
+        ({"prompt": "a", "tree_budget": 65}, "65 is above 64 .max_tree_budget."),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused(
+    make_engine: MakeEngine, request_fields: dict[str, Any], words: str
+) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestRejected, match=words):
+        engine.submit(GenerateRequest(**request_fields), Client())
+    assert not engine.busy
+
+
+def test_a_request_larger_than_the_cache_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(kv_slots=128)
+    with pytest.raises(RequestRejected, match="need 165 KV slots, there are 128"):
+        answer(engine, prompt_of(60), max_tokens=40)
+
+
+# Many requests.
+
+
+def test_requests_of_all_modes_in_one_batch_get_their_solo_texts(
+    make_engine: MakeEngine, reference: Reference
+) -> None:
+    requests = [
+        Request(f"r{i}", prompt_of(5 + 20 * i), 20, Rule(0.7 * (i % 2), top_k=9 * (i % 3), seed=i)) for i in range(6)
+    ]
+    drafter = scripted(reference, requests)
+    engine = make_engine(drafter, max_concurrency=3, prefill_chunk=16)
+    clients = [ask(engine, as_generate(each, mode=MODES[i % 3])) for i, each in enumerate(requests)]
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+        engine.check_integrity()
+    assert most == 3
+    for request, client in zip(requests, clients, strict=True):
+        assert client.finished.token_ids == drafter.scripts[request.name].outputs
+        assert isinstance(client.events[0], RequestAdmitted)
+        assert client.streamed == client.finished.text
+
+
+@pytest.mark.case("A31")
+@pytest.mark.parametrize("prefix_reuse", [False, True])
+def test_no_slot_is_lost_over_200_requests_half_aborted(make_engine: MakeEngine, prefix_reuse: bool) -> None:
+    engine = make_engine(
+        kv_slots=200, max_tree_budget=8, tree_budget=8, prefix_reuse=prefix_reuse, max_queue=400, max_concurrency=4
+    )
+    rng = random.Random(0)
+    clients = {}
+    for number in range(200):
+        prompt = prompt_of(rng.randint(1, 30), number % 40)
+        sampling = SamplingParams(max_tokens=rng.randint(1, 10), temperature=rng.choice([0.0, 1.0]))
+        request = GenerateRequest(
+            prompt_token_ids=prompt,
+            request_id=f"r{number}",
+            sampling=sampling,
+            mode=rng.choice(MODES),
+        )
+        clients[f"r{number}"] = ask(engine, request)
+    doomed = set(rng.sample(sorted(clients), 100))
+    while engine.busy:
+        engine.step()
+        engine.check_integrity()
+        alive = [ticket.request_id for ticket in (*engine.scheduler.running, *engine.scheduler.waiting)]
+        for request_id in [each for each in alive[:6] if each in doomed and rng.random() < 0.6]:
+            assert engine.cancel(request_id)
+            engine.check_integrity()
+    reasons = [client.finished.reason for client in clients.values()]
+    assert reasons.count("cancelled") >= 80 and reasons.count("length") >= 80
+    cache, prefixes = engine.models.cache, engine.scheduler.prefixes
+    assert cache.free_slots + prefixes.slots == cache.slots
+    assert (prefixes.slots > 0) == prefix_reuse
+
+
+def test_cancelling_ends_a_request_where_it_stands(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_concurrency=1, prefix_reuse=False)
+    running = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(6), request_id="running"))
+    waiting = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(7), request_id="waiting"))
+    for _ in range(3):
+        engine.step()
+    assert {each.request_id: each.state for each in engine.requests()} == {
+        "running": "decoding",
+        "waiting": "queued",
+    }
+    assert engine.cancel("waiting") and engine.cancel("running") and not engine.cancel("running")
+    assert waiting.finished.reason == running.finished.reason == "cancelled"
+    assert waiting.finished.token_ids == () and waiting.finished.stats.ttft_s is None
+    said = running.finished.token_ids
+    assert 3 <= len(said) < 24 and [piece.token_id for piece in running.pieces] == list(said)
+    assert running.streamed == running.finished.text
+    assert not engine.busy and engine.models.cache.free_slots == engine.models.cache.slots
+
+
+def test_a_request_cancelled_while_it_is_prefilled_leaves_no_trace(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefill_chunk=16)
+    client = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(60), request_id="long"))
+    engine.step()
+    assert engine.requests()[0].state == "prefill"
+    assert engine.cancel("long") and client.finished.token_ids == ()
+    whole = answer(make_engine(), prompt_of(60))
+    again = answer(engine, prompt_of(60))
+    assert again.token_ids == whole.token_ids and again.stats.cached_tokens == 16
+
+
+def test_the_queue_has_a_limit_and_ids_are_unique(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_concurrency=1, max_queue=2)
+    for number in range(3):
+        ask(engine, GenerateRequest(prompt_token_ids=(number, 1), request_id=f"r{number}"))
+    with pytest.raises(RuntimeUnavailable, match="max_queue = 2"):
+        ask(engine, GenerateRequest(prompt_token_ids=(9, 1)))
+    run(engine)
+    ask(engine, GenerateRequest(prompt_token_ids=(0, 1), request_id="r0"))
+    with pytest.raises(RequestRejected, match="r0 is in use"):
+        ask(engine, GenerateRequest(prompt_token_ids=(0, 1), request_id="r0"))
+
+
+# Prefixes of earlier requests.
+
+
+def trees(engine: Engine, request: GenerateRequest) -> tuple[Client, list[TreeTrace]]:
+    """Runs a request and keeps the tree of each of its rounds."""
+    client, seen = ask(engine, request), {}
+    while engine.busy:
+        engine.step()
+        seen |= {tree.round_index: tree for tree in engine.trace(str(request.request_id))}
+    return client, list(seen.values())
+
+
+def shape(tree: TreeTrace) -> list[tuple[int, int]]:
+    return [(node.token_id, node.parent) for node in tree.nodes]
+
+
+@pytest.mark.parametrize("first_mode", MODES)
+def test_a_reused_prefix_gives_the_same_text_and_the_same_drafts(make_engine: MakeEngine, first_mode: Any) -> None:
+    """The drafts tell whether the drafter's context came along; the random drafter's depend on all of it."""
+    engine = make_engine(mode=first_mode)
+    first = answer(engine, prompt_of(40), max_tokens=12)
+    engine.config = engine.config.changed({"mode": "tree"})
+    turn = (*prompt_of(40), *first.token_ids, *prompt_of(9, 5))
+
+    def second(reuse: bool) -> GenerateRequest:
+        return GenerateRequest(prompt_token_ids=turn, request_id=f"reuse{reuse}", reuse_prefix=reuse)
+
+    cold, cold_trees = trees(make_engine(), second(False))
+    warm, warm_trees = trees(engine, second(True))
+    assert warm.finished.stats.cached_tokens == 40 + 12 - 1
+    assert cold.finished.stats.cached_tokens == 0
+    assert warm.finished.token_ids == cold.finished.token_ids
+    assert [shape(tree) for tree in warm_trees][:-1] == [shape(tree) for tree in cold_trees][:-1]
+
+
+def test_a_prefix_is_reused_up_to_the_first_difference(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = prompt_of(30)
+    answer(engine, prompt)
+    for shared in (1, 17, 29):
+        other = (*prompt[:shared], (prompt[shared] + 1) % 200, *prompt_of(8))
+        fresh = answer(make_engine(), other)
+        again = answer(engine, other)
+        assert again.stats.cached_tokens == shared and again.token_ids == fresh.token_ids
+    same = answer(engine, prompt)
+    assert same.stats.cached_tokens == 29 and same.token_ids == answer(make_engine(), prompt).token_ids
+
+
+def test_the_least_recently_used_prefix_makes_room(make_engine: MakeEngine) -> None:
+    engine = make_engine(kv_slots=160, max_tree_budget=8, max_tokens=8)
+    texts = {number: prompt_of(40, number) for number in range(3)}
+    for number in (0, 1, 0):
+        answer(engine, texts[number])
+    answer(engine, texts[2])
+    assert answer(engine, texts[0]).stats.cached_tokens == 39
+    assert answer(engine, texts[1]).stats.cached_tokens == 0
+
+
+def test_a_request_may_refuse_prefixes_and_the_setting_switches_them_off(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefix_reuse=False)
+    assert [answer(engine, prompt_of(20)).stats.cached_tokens for _ in range(2)] == [0, 0]
+    engine = make_engine()
+    for _ in range(2):
+        client = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(20), reuse_prefix=False))
+        run(engine)
+        assert client.finished.stats.cached_tokens == 0
+    assert engine.scheduler.prefixes.slots == 0
+
+
+# Changes while text streams.
+
+
+def test_mode_and_budget_act_from_the_next_round_while_the_stream_goes_on(
+    make_engine: MakeEngine, reference: Reference
+) -> None:
+    following, fixed = Request("following", prompt_of(8), 60), Request("fixed", prompt_of(9), 60)
+    drafter = scripted(reference, [following, fixed])
+    engine = make_engine(drafter, mode="off")
+    clients = [ask(engine, as_generate(following)), ask(engine, as_generate(fixed, mode="chain"))]
+    plan: list[tuple[dict[str, Any], Callable[[RoundStats], bool]]] = [
+        ({}, lambda one: one.draft_depths == (0, 7) and one.mode == "off"),
+        ({"mode": "tree", "tree_budget": 4}, lambda one: one.nodes == 5 + 8),
+        ({"tree_budget": 11}, lambda one: one.nodes == 12 + 8 and one.tree_budget == 11),
+        ({"mode": "chain"}, lambda one: one.draft_depths == (7, 7)),
+        ({"tree_budget": 0, "mode": "tree"}, lambda one: one.draft_depths == (0, 7)),
+        ({"mode": "off"}, lambda one: one.nodes == 1 + 8),
+    ]
+    for change, holds in plan:
+        engine.config = engine.config.changed(change)
+        stats = engine.step()
+        assert stats is not None and holds(stats), (change, stats)
+    run(engine)
+    for request, client in zip((following, fixed), clients, strict=True):
+        assert client.finished.token_ids == drafter.scripts[request.name].outputs
+
+
+def test_temperature_reaches_later_requests_and_never_a_running_one(make_engine: MakeEngine) -> None:
+    engine = make_engine(temperature=0.0, top_k=0)
+    greedy = answer(make_engine(), prompt_of(8)).token_ids
+    before = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(8)))
+    engine.step()
+    engine.config = engine.config.changed({"temperature": 1.5})
+    after = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(8), sampling=SamplingParams(seed=1)))
+    run(engine)
+    assert before.finished.token_ids == greedy and before.finished.stats.temperature == 0.0
+    assert after.finished.token_ids != greedy and after.finished.stats.temperature == 1.5
+
+
+def test_figures_of_a_request_count_what_they_say(make_engine: MakeEngine, reference: Reference) -> None:
+    request = Request("r", prompt_of(12), 30)
+    engine = make_engine(scripted(reference, [request]), tree_budget=16)
+    client = ask(engine, as_generate(request))
+    rounds = rounds_of(engine)
+    stats = client.finished.stats
+    assert stats.output_tokens == 30 == 1 + sum(one.emitted for one in rounds)
+    assert stats.rounds == len(rounds) == engine.rounds
+    assert stats.accept_length == pytest.approx(29 / stats.rounds) and stats.accept_length > 2
+    assert stats.num_correct_drafts == sum(piece.drafted for piece in client.pieces)
+    assert stats.num_correct_drafts == 29 - stats.rounds
+    assert stats.prompt_tokens == 12 and stats.finish_reason == "length" and stats.plain_reason is None
+    assert all(one.accept_lengths == (one.emitted,) and len(one.stage_s) == 5 for one in rounds)
+    single = answer(engine, prompt_of(5), max_tokens=1).stats
+    assert (single.rounds, single.accept_length, single.tok_s) == (0, None, None)
+
+
+def test_a_request_without_a_drafter_says_why_it_is_plain(make_engine: MakeEngine) -> None:
+    engine = make_engine(drafter_folder="none")
+    finished = answer(engine, prompt_of(5))
+    assert finished.stats.plain_reason == "no drafter, as configured (drafter = 'none')"
+    assert finished.stats.accept_length == 1.0
+    assert torch.get_num_threads() == 1
+
+
+def test_unfit_defaults_never_exceed_the_reserved_slots(make_engine: MakeEngine) -> None:
+    """A default budget above the reserve would write over a neighbour's slots."""
+    engine = make_engine(max_tree_budget=4, tree_budget=None, max_tokens=12, prefix_reuse=False)
+    engine.default_budget = 64
+    alone = [answer(make_engine(), prompt_of(n)).token_ids[:12] for n in (6, 7)]
+    clients = [ask(engine, GenerateRequest(prompt_token_ids=prompt_of(n))) for n in (6, 7)]
+    rounds = rounds_of(engine)
+    assert max(one.nodes for one in rounds) <= 2 * 5
+    assert [client.finished.token_ids for client in clients] == alone
+
