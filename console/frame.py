@@ -9,6 +9,7 @@ from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Horizontal
+from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Footer, Static
@@ -71,9 +72,19 @@ class Panel(Static):
         self._drawn: Text | None = None
 
     def put(self, text: Text) -> None:
-        if self._drawn is None or text != self._drawn or text.spans != self._drawn.spans:
-            self._drawn = text
-            self.update(text)
+        """Draws `text`; only another number of lines has the whole screen laid out again."""
+        if self._drawn is not None and text == self._drawn and text.spans == self._drawn.spans:
+            return
+        self._drawn = text
+        self.update(text, layout=not self._fits(text))
+
+    def _fits(self, text: Text) -> bool:
+        """Whether `text` takes as many lines as there are."""
+        width = self.styles.width
+        if not self.content_size or width is None or width.is_auto:
+            return False
+        content = Content.from_rich_text(text, console=self.app.console)
+        return content.get_height(self.styles, self.content_size.width) == self.content_size.height
 
 
 PALETTE = {

@@ -79,7 +79,7 @@ class BridgeProblem(Message):
 
 
 class AnswerTokens(Message):
-    """Tokens of one answer, joined up to 20 times a second; none is ever dropped."""
+    """Tokens of one answer, joined up to 10 times a second; none is ever dropped."""
 
     def __init__(
         self, turn: int, pieces: tuple[TokenPiece, ...], rounds: int, decode_s: float | None

@@ -15,7 +15,7 @@ from console.conversation import Turn
 from console.formats import NA, clean_line, clean_text, duration, number, rate
 from console.frame import Panel
 
-BLOCK_CHARS = 1500
+BLOCK_CHARS = 300
 """A longer block of an answer ends at its next line break, so that only a short one is wrapped again."""
 MAX_BLOCK_CHARS = 20_000
 MAX_TURNS = 100
@@ -36,7 +36,7 @@ class AnswerText(Vertical):
         self._blocks: list[list[Span]] = [[]]
 
     def compose(self) -> ComposeResult:
-        yield Static(markup=False)
+        yield Panel(classes="answer_block")
 
     def append(self, spans: Iterable[Span]) -> None:
         """Adds text at the end."""
@@ -60,7 +60,7 @@ class AnswerText(Vertical):
     def _close_block(self) -> None:
         self._draw(len(self._blocks) - 1)
         self._blocks.append([])
-        self.mount(Static(markup=False))
+        self.mount(Panel(classes="answer_block"))
 
     def mark(self, marked: bool) -> None:
         """Draws everything again with or without the marks of bonus tokens."""
@@ -81,7 +81,7 @@ class AnswerText(Vertical):
             text.append(part[start + len(bare) :])
         if index and text.plain.startswith("\n"):
             text = text[1:]
-        self.query(Static)[index].update(text)
+        self.query(Panel)[index].put(text)
 
 
 class TurnView(Vertical):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,31 +125,40 @@ def calibrate(engine: Engine) -> Calibration:
     return choose_budget(loaded, draft_seconds)
 
 
-def measure_baselines(engine: Engine) -> tuple[Baseline, ...]:
-    """Plain and chain decoding of one fixed prompt on the idle engine: what speculation is compared with."""
+def measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[Baseline, ...] | None:
+    """Plain and chain decoding of one fixed prompt on the idle engine: what speculation is compared with.
+
+    None where `interrupted` turned true meanwhile: somebody wants the engine.
+    """
     modes: list[tuple[Mode, int]] = [("off", 0)]
     if engine.loaded.no_drafter_reason is None:
         modes.append(("chain", engine.models.draft_horizon))
     baselines = []
     for mode, budget in modes:
-        rate = _run(engine, mode, budget, BASELINE_TOKENS, [])
-        if rate is not None:
-            baselines.append(
-                Baseline(
-                    mode=mode,
-                    tree_budget=budget,
-                    tok_s=rate,
-                    measured_at_s=time.time(),
-                    conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, at start-up",
-                )
+        rate = _run(engine, mode, budget, BASELINE_TOKENS, [], interrupted)
+        if rate is None:
+            return None
+        baselines.append(
+            Baseline(
+                mode=mode,
+                tree_budget=budget,
+                tok_s=rate,
+                measured_at_s=time.time(),
+                conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, at start-up",
             )
+        )
     return tuple(baselines)
 
 
 def _run(
-    engine: Engine, mode: Mode, budget: int, tokens: int, stages: list[tuple[float, ...]]
+    engine: Engine,
+    mode: Mode,
+    budget: int,
+    tokens: int,
+    stages: list[tuple[float, ...]],
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Decodes one fixed prompt; returns tok/s and appends the stage times of its rounds to `stages`."""
+    """Decodes one fixed prompt; returns tok/s, None if interrupted; appends the stage times of its rounds."""
     finished: list[RequestFinished] = []
 
     def sink(event: object) -> None:
@@ -164,8 +173,11 @@ def _run(
         reuse_prefix=False,
         client="calibration",
     )
-    engine.submit(request, sink)
+    request_id = engine.submit(request, sink)
     while engine.busy:
+        if interrupted():
+            engine.cancel(request_id)
+            return None
         stats = engine.step()
         if stats is not None:
             stages.append(stats.stage_s)

@@ -127,7 +127,7 @@ class DrafterConfig:
             refuse("num_target_layers", self.num_target_layers, depth)
         if self.hidden_size != int(target["hidden_size"]):
             refuse("hidden_size", self.hidden_size, target["hidden_size"])
-        if self.mask_token_id >= int(target["vocab_size"]):
+        if not 0 <= self.mask_token_id < int(target["vocab_size"]):
             refuse("mask_token_id", self.mask_token_id, f"vocabulary {target['vocab_size']}")
 
 

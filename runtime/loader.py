@@ -22,6 +22,8 @@ from runtime.target import TargetModel
 from runtime.tokenizer import ChatTokenizer
 
 DEFAULT_CONTEXT = 4096
+HEAD_PADDING = 1024
+"""Embedding and head are padded to a multiple of at most so many rows, with or without the config saying so."""
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is being done."""
@@ -56,7 +58,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         )
         folder, drafter_config, reason = _drafter(config, checkpoint)
         tokenizer = checkpoint.load_tokenizer()
-        _check_tokenizers(tokenizer, checkpoint, folder)
+        _check_vocabularies(tokenizer, checkpoint, folder, drafter_config)
         limits = _limits(config, checkpoint, tokenizer, drafter_config)
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
@@ -153,7 +155,10 @@ def _drafter(
     folder = Path(config.drafter).expanduser() if config.drafter else shipped_drafter(checkpoint.name)
     if folder is None:
         return None, None, f"no drafter is shipped for {checkpoint.name}; give one with --drafter"
-    drafter = read_drafter_config(folder)
+    try:
+        drafter = read_drafter_config(folder)
+    except DrafterMismatch as refused:
+        raise DrafterMismatch(f"{refused} (asked for with target {checkpoint.name})") from None
     drafter.check_target(checkpoint.config, str(folder), checkpoint.name)
     if config.block_size is not None and config.block_size > drafter.block_size:
         raise ConfigRejected(
@@ -166,16 +171,31 @@ def _drafter(
     return folder, drafter, None
 
 
-def _check_tokenizers(tokenizer: ChatTokenizer, checkpoint: Checkpoint, folder: Path | None) -> None:
-    """Refuses a drafter folder that carries another tokenizer than the target's."""
-    if folder is None or not (folder / "tokenizer.json").is_file():
+def _check_vocabularies(
+    tokenizer: ChatTokenizer, checkpoint: Checkpoint, folder: Path | None, drafter: DrafterConfig | None
+) -> None:
+    """Refuses a drafter of another vocabulary: by its size, padding apart, or by a tokenizer in its folder."""
+    if folder is None or drafter is None:
+        return
+    what = f"drafter {folder} does not fit target {checkpoint.name}"
+    remedy = "choose the drafter trained for this target"
+    mine, rows = drafter.vocab_size, int(checkpoint.config["vocab_size"])
+    if mine != rows and (min(mine, rows) < tokenizer.vocab_size or abs(mine - rows) >= HEAD_PADDING):
+        raise DrafterMismatch(
+            f"{what}: vocab_size is {mine} in the drafter and {rows} in the target; {remedy}"
+        )
+    if not (folder / "tokenizer.json").is_file():
         return
     theirs = ChatTokenizer.from_folder(folder)
     sample = "The quick brown fox: def f(x):\n    return 12345 * x  # é 中文 🙂"
-    if theirs.vocab_size != tokenizer.vocab_size or theirs.encode(sample) != tokenizer.encode(sample):
+    if (
+        theirs.vocab_size != tokenizer.vocab_size
+        or any(theirs.id_to_bytes(i) != tokenizer.id_to_bytes(i) for i in range(tokenizer.vocab_size))
+        or theirs.encode(sample) != tokenizer.encode(sample)
+    ):
         raise DrafterMismatch(
-            f"drafter {folder} does not fit target {checkpoint.name}: its tokenizer ({theirs.vocab_size} tokens) "
-            f"is not the target's ({tokenizer.vocab_size} tokens); choose the drafter trained for this target"
+            f"{what}: its tokenizer ({theirs.vocab_size} tokens) is not the target's "
+            f"({tokenizer.vocab_size} tokens); {remedy}"
         )
 
 

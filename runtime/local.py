@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import platform
 import queue
@@ -40,12 +39,12 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.logs import LOGGER, log_file, start_logging
 from runtime.telemetry import HostSampler
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
-log = logging.getLogger("ddtree")
 T = TypeVar("T")
 
 HOST_SAMPLE_SECONDS = 1.0
@@ -260,6 +259,7 @@ class LocalRuntime:
 
     def _run(self) -> None:
         """The engine's thread: load, then commands and steps until closed."""
+        start_logging(self._config.log_level)
         try:
             self._load()
         except RuntimeFault as refused:
@@ -268,13 +268,17 @@ class LocalRuntime:
         except (
             Exception
         ) as failure:  # any other fault of loading is stated, logged with its trace, and ends the engine
-            log.exception("the engine failed to load")
-            self._fail(RuntimeUnavailable(f"the engine failed to load: {type(failure).__name__}: {failure}"))
+            LOGGER.exception("the engine failed to load")
+            reason = f"the engine failed to load: {type(failure).__name__}: {failure} (details: {log_file()})"
+            self._fail(RuntimeUnavailable(" ".join(reason.split())))
             return
         engine = self._engine
         assert engine is not None
         while not self._closing.is_set():
-            self._obey(block=not engine.busy)
+            idle = not engine.busy
+            if idle and not self._baselines and self._commands.empty():
+                self._measure_baselines(engine)
+            self._obey(block=idle and bool(self._baselines))
             if engine.busy and not self._closing.is_set():
                 self._step(engine)
         for stats in engine.requests():
@@ -282,7 +286,7 @@ class LocalRuntime:
 
     def _load(self) -> None:
         self._set_progress(0.01, "importing torch")
-        from runtime.calibrate import calibrate, measure_baselines
+        from runtime.calibrate import calibrate
         from runtime.engine import Engine
         from runtime.loader import load
 
@@ -292,10 +296,17 @@ class LocalRuntime:
         calibration = calibrate(engine)
         engine.default_budget = calibration.tree_budget
         self._calibration = calibration.summary
-        self._baselines = measure_baselines(engine)
         self._engine = engine
         self._set_state(EngineState.READY, "serving")
         self._settled.set()
+
+    def _measure_baselines(self, engine: Engine) -> None:
+        """Measures plain and chain decoding in an idle moment; gives way as soon as a command comes."""
+        from runtime.calibrate import measure_baselines
+
+        self._baselines = measure_baselines(engine, lambda: not self._commands.empty()) or ()
+        if self._baselines:
+            self._set_state(self._state, self._reason)
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -303,8 +314,8 @@ class LocalRuntime:
         except (
             Exception
         ) as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
-            log.exception("a decode step failed")
-            reason = f"a decode step failed: {type(failure).__name__}: {failure}"
+            LOGGER.exception("a decode step failed")
+            reason = " ".join(f"a decode step failed: {type(failure).__name__}: {failure}".split())
             self._errors = (*self._errors[-9:], reason)
             for running in engine.requests():
                 engine.cancel(running.request_id, "error", reason)

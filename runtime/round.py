@@ -420,7 +420,8 @@ def _noise_rows(models: Models, batch: Seq[Sequence], budgets: Seq[int]) -> list
     ]
     if not any(wanted):
         return [None] * len(batch)
-    seeds, positions = [], []
+    seeds: list[int] = []
+    positions: list[int] = []
     for sequence, rows in zip(batch, wanted, strict=True):
         seeds += [signed_seed(sequence.sampling.seed)] * rows
         positions += range(sequence.committed_len + 1, sequence.committed_len + 1 + rows)

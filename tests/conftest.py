@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from constructed import ConstructedDrafter, Reference
+    from engine_driver import MakeEngine
+
     from runtime.models import Checkpoint
     from runtime.tokenizer import ChatTokenizer
 
@@ -37,3 +41,57 @@ def default_checkpoint() -> Checkpoint:
 @pytest.fixture(scope="session")
 def default_tokenizer(default_checkpoint: Checkpoint) -> ChatTokenizer:
     return default_checkpoint.load_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random `target` (288 tokens, 3 layers) and a `drafter` for it (block 8)."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("tiny")
+    target = tiny_models.write_target(folder / "target")
+    tiny_models.write_drafter(folder / "drafter", target)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny_folder: Path) -> Reference:
+    """The tiny target in transformers' own classes."""
+    from constructed import Reference
+
+    return Reference(tiny_folder / "target", 288)
+
+
+@pytest.fixture
+def make_engine(tiny_folder: Path) -> Iterator[MakeEngine]:
+    """Builds engines over the tiny models from settings; at the end of the test each must have all its slots back.
+
+    `target` and `drafter` name other folders; `propose` is a constructed drafter.
+    """
+    import engine_driver
+    import tiny_models
+
+    from runtime.engine import Engine
+    from runtime.loader import load
+
+    made: list[Engine] = []
+
+    def make(propose: ConstructedDrafter | None = None, **settings: Any) -> Engine:
+        target = settings.pop("target", tiny_folder / "target")
+        drafter = settings.pop("drafter", tiny_folder / "drafter")
+        config = tiny_models.tiny_config(target, drafter, **settings)
+        loaded = load(config)
+        made.append(
+            Engine(
+                engine_driver.with_scripts(loaded, propose) if propose else loaded, config, default_budget=8
+            )
+        )
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine_driver.run(engine)
+        engine.check_integrity()
+        engine.scheduler.drop_prefixes()
+        assert engine.models.cache.free_slots == engine.models.cache.slots
+        assert not engine.requests()

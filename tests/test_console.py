@@ -238,7 +238,7 @@ async def test_an_answer_streams_with_its_figures_beside_it():
         figures = driven.text(".answer_figures")
         assert f"{len(tokens)} tok" in figures
         assert f"accept {(len(tokens) - 1) / driven.turn.rounds:.2f}" in figures
-        shown = "".join(str(block.render()) for block in driven.app.screen.query("AnswerText > Static"))
+        shown = "".join(str(block.render()) for block in driven.app.screen.query(".answer_block"))
         assert shown == driven.runtime.answer
 
 
@@ -248,8 +248,8 @@ async def test_bonus_tokens_are_marked_and_d_takes_the_marks_away():
         await driven.answered()
 
         def underlined() -> str:
-            strips = driven.app.screen.query_one("AnswerText > Static").render_lines(
-                driven.app.screen.query_one("AnswerText > Static").region.reset_offset
+            strips = driven.app.screen.query_one(".answer_block").render_lines(
+                driven.app.screen.query_one(".answer_block").region.reset_offset
             )
             return " ".join(
                 segment.text.strip() for strip in strips for segment in strip if segment.style.underline
@@ -420,7 +420,7 @@ async def test_a_long_answer_is_complete_in_blocks():
     async with console(FakeRuntime(answer=answer, round_s=0.0)) as driven:
         await driven.ask("hello")
         await driven.answered()
-        blocks = [str(block.render()) for block in driven.app.screen.query("AnswerText > Static")]
+        blocks = [str(block.render()) for block in driven.app.screen.query(".answer_block")]
         assert "\n".join(blocks) == answer.removesuffix("\n") or "\n".join(blocks) == answer
         assert max(len(block) for block in blocks) < 2000
 

@@ -1,31 +1,19 @@
-"""The engine on tiny models: requests, seeds, stops, limits, cancelling, prefixes, live changes, and no slot lost."""
+"""The engine on tiny models: requests, seeds, ends, limits, cancelling, live changes, figures, and no slot lost."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
-import torch
-from pydantic import ValidationError
+from constructed import ConstructedDrafter, Reference, Request
+from engine_driver import MODES, Client, MakeEngine, answer, as_generate, ask, rounds_of, run
 from reference_sampler import Rule
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    END,
-    OTHER_END,
-    Client,
-    ConstructedDrafter,
-    Reference,
-    Request,
-    answer,
-    ask,
-    run,
-    tiny_config,
-    with_scripts,
-)
+from tiny_models import END, OTHER_END, prompt_of
 
 from runtime.engine import Engine
 from runtime.interface import (
@@ -35,87 +23,15 @@ from runtime.interface import (
     RoundStats,
     RuntimeUnavailable,
     SamplingParams,
-    TreeTrace,
 )
-from runtime.loader import load
-from runtime.output import StopMatch, TextStream
-from runtime.sequence import OutputToken
-from runtime.tokenizer import ChatTokenizer
 
 VOCAB = 288
-MODES: tuple[Any, ...] = ("off", "chain", "tree")
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
-    target = tiny_models.write_target(folder / "target", vocab_size=VOCAB)
-    tiny_models.write_drafter(folder / "drafter", target)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder / "target", VOCAB)
-
-
-@pytest.fixture
-def make_engine(folder: Path) -> Iterator[MakeEngine]:
-    """Builds engines from settings; after the test each must have all its slots back."""
-    made: list[Engine] = []
-
-    def make(drafter: ConstructedDrafter | None = None, **settings: Any) -> Engine:
-        paths = {"target": folder / "target", "drafter": folder / "drafter"} | {
-            name: settings.pop(name) for name in ("target", "drafter_folder") if name in settings
-        }
-        config = tiny_config(paths["target"], paths.get("drafter_folder", paths["drafter"]), **settings)
-        loaded = load(config)
-        made.append(Engine(with_scripts(loaded, drafter) if drafter else loaded, config, default_budget=8))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        run(engine)
-        engine.check_integrity()
-        engine.scheduler.drop_prefixes()
-        assert engine.models.cache.free_slots == engine.models.cache.slots
-        assert not engine.requests()
-
-
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(1000 * seed + length).randrange(VOCAB - 4) for _ in range(length))
 
 
 def special(engine: Engine, token: str) -> int:
     token_id = engine.loaded.tokenizer.token_id(token)
     assert token_id is not None
     return token_id
-
-
-def letters(engine: Engine) -> dict[int, float]:
-    """A bias under which the tiny target writes lower-case words."""
-    return {engine.loaded.tokenizer.encode(char)[0]: 20.0 for char in "abcdefghijklmnopqrstuvwxyz "}
-
-
-def scripted(reference: Reference, requests: Sequence[Request]) -> ConstructedDrafter:
-    return ConstructedDrafter(reference.scripts(requests))
-
-
-def as_generate(request: Request, **fields: Any) -> GenerateRequest:
-    """`request` as the API has it."""
-    rule = request.rule
-    sampling = SamplingParams(
-        max_tokens=request.new_tokens,
-        temperature=rule.temperature,
-        top_k=rule.top_k,
-        top_p=rule.top_p,
-        seed=rule.seed,
-        logit_bias=dict(rule.logit_bias),
-        logprobs=request.logprobs,
-    )
-    given: dict[str, Any] = {"request_id": request.name, "prompt_token_ids": request.prompt, "sampling": sampling}
-    return GenerateRequest(**(given | fields))
 
 
 # Sampling as requests ask for it.
@@ -130,9 +46,10 @@ def test_sampled_requests_differ_and_degenerate_filters_are_greedy(make_engine: 
     assert answer(engine, prompt, temperature=1.0, top_k=1).token_ids == greedy
     assert answer(engine, prompt, temperature=1.0, top_p=1e-6).token_ids == greedy
     assert answer(engine, prompt, temperature=1e-6).token_ids == greedy
-    assert answer(engine, prompt, top_k=50, seed=3).token_ids == answer(
-        engine, prompt, top_k=50, seed=3, temperature=0.8
-    ).token_ids
+    assert (
+        answer(engine, prompt, top_k=50, seed=3).token_ids
+        == answer(engine, prompt, top_k=50, seed=3, temperature=0.8).token_ids
+    )
     assert answer(engine, prompt, top_k=50, seed=3).token_ids != greedy
 
 
@@ -166,16 +83,16 @@ def test_seeds_are_kept_drawn_and_echoed(make_engine: MakeEngine) -> None:
 @pytest.mark.case("A06")
 @pytest.mark.parametrize("mode", MODES)
 def test_each_piece_carries_its_logprob_and_none_follows_the_stop(
-    make_engine: MakeEngine, reference: Reference, mode: Any
+    make_engine: MakeEngine, tiny_reference: Reference, mode: Any
 ) -> None:
     request = Request("r", prompt_of(9), 16, logprobs=2)
-    scripts = reference.scripts([request])
+    scripts = tiny_reference.scripts([request])
     outputs = scripts["r"].outputs
     stop = outputs[11]
     engine = make_engine(ConstructedDrafter(scripts))
     client = ask(engine, as_generate(request, mode=mode))
     run(engine)
-    table = reference.logits([[*request.prompt, *outputs]])[0].log_softmax(-1)
+    table = tiny_reference.logits([[*request.prompt, *outputs]])[0].log_softmax(-1)
     assert [piece.token_id for piece in client.pieces] == list(outputs)
     for i, piece in enumerate(client.pieces):
         row = table[len(request.prompt) + i - 1]
@@ -201,7 +118,7 @@ def test_every_end_token_ends_the_text_and_stays_out_of_it(
 ) -> None:
     target = tiny_models.write_target(tmp_path / "qwen3", "qwen3", vocab_size=VOCAB)
     drafter = tiny_models.write_drafter(tmp_path / "drafter", target)
-    engine = make_engine(target=target, drafter_folder=drafter, mode=mode)
+    engine = make_engine(target=target, drafter=drafter, mode=mode)
     last = special(engine, end)
     ended = answer(engine, prompt_of(8), logit_bias={last: 100.0}, min_tokens=5)
     assert ended.reason == "stop" and ended.token_ids[-1] == last and len(ended.token_ids) == 6
@@ -220,104 +137,6 @@ def test_end_tokens_join_the_request_s_own_and_can_be_ignored(make_engine: MakeE
     assert (ignoring.token_ids, ignoring.reason, ignoring.text) == ((end,) * 6, "length", "")
 
 
-def spoken(reference: Reference, engine: Engine, name: str, seed: int = 0) -> tuple[Request, str]:
-    """A request that makes the target write letters, and all it writes."""
-    request = Request(name, prompt_of(9, seed), 40, Rule(logit_bias=letters(engine)))
-    return request, engine.loaded.tokenizer.decode(reference.scripts([request])[name].outputs)
-
-
-@pytest.mark.case("E1")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stop_string_over_token_borders_ends_the_text_before_it(
-    make_engine: MakeEngine, reference: Reference, mode: Any
-) -> None:
-    request, text = spoken(reference, make_engine(), "r")
-    engine = make_engine(scripted(reference, [request]))
-    for at in (7, 15, 16):
-        stop = text[at : at + 4]
-        fields = {"stop": (stop, "NEVER"), "max_tokens": 40, "temperature": 0.0}
-        sampling = SamplingParams(**fields, logit_bias=dict(request.rule.logit_bias))
-        client = ask(engine, as_generate(request, mode=mode, sampling=sampling))
-        run(engine)
-        finished = client.finished
-        assert finished.reason == "stop"
-        assert finished.text == client.streamed == text[: text.index(stop)]
-        said = engine.loaded.tokenizer.decode(finished.token_ids)
-        assert said == text[: text.index(stop) + 4]
-        assert len(client.pieces) == len(finished.token_ids) == finished.stats.output_tokens
-        assert finished.stats.num_correct_drafts == sum(piece.drafted for piece in client.pieces)
-
-
-@pytest.mark.case("E1")
-def test_text_held_for_a_stop_that_never_comes_is_released_once(
-    make_engine: MakeEngine, reference: Reference
-) -> None:
-    request, text = spoken(reference, make_engine(), "r")
-    engine = make_engine(scripted(reference, [request]))
-    bias = dict(request.rule.logit_bias)
-    sampling = SamplingParams(stop=(text[-3:] + "Z", text[4:8] + "Z"), max_tokens=40, logit_bias=bias)
-    client = ask(engine, as_generate(request, sampling=sampling))
-    run(engine)
-    assert client.finished.text == client.streamed == text
-    assert client.finished.reason == "length"
-
-
-def push_all(stream: TextStream, tokens: Sequence[int], run_length: int) -> tuple[str, bool]:
-    """Streams `tokens` in runs; returns the streamed text and whether a stop string was met."""
-    shown = ""
-    for at in range(0, len(tokens), run_length):
-        pieces, match = stream.push([OutputToken(token, False) for token in tokens[at : at + run_length]])
-        shown += "".join(piece.text for piece in pieces)
-        if match is not None:
-            assert isinstance(match, StopMatch)
-            return shown + stream.finish()[1], True
-    pieces, tail = stream.finish()
-    return shown + "".join(piece.text for piece in pieces) + tail, False
-
-
-@pytest.mark.case("E1")
-@pytest.mark.parametrize("run_length", [1, 4, 100])
-@pytest.mark.parametrize(
-    ("stops", "expected", "met"),
-    [
-        (("own fox",), "The quick br", True),
-        (("own foxes",), "The quick brown fox", False),
-        (("fox", "own fox"), "The quick br", True),
-        (("quick brown", "brown fox", "x", "zz"), "The ", True),
-        ((), "The quick brown fox", False),
-    ],
-)
-def test_stop_strings_do_not_depend_on_how_the_text_arrives(
-    folder: Path, run_length: int, stops: tuple[str, ...], expected: str, met: bool
-) -> None:
-    tokenizer = ChatTokenizer.from_folder(folder / "target")
-    stream = TextStream(tokenizer, stops)
-    assert push_all(stream, tokenizer.encode("The quick brown fox"), run_length) == (expected, met)
-    assert stream.text == expected
-
-
-@pytest.mark.case("E1")
-def test_five_stop_strings_or_an_empty_one_are_refused(make_engine: MakeEngine) -> None:
-    with pytest.raises(ValidationError, match="stop"):
-        SamplingParams(stop=("a", "b", "c", "d", "e"))
-    with pytest.raises(RequestRejected, match="empty stop string") as refused:
-        answer(make_engine(), (1, 2), stop=("a", ""))
-    assert refused.value.field == "stop"
-
-
-@pytest.mark.case("E2")
-@pytest.mark.parametrize("run_length", [1, 3])
-def test_characters_split_over_tokens_stream_whole(folder: Path, run_length: int) -> None:
-    tokenizer = ChatTokenizer.from_folder(folder / "target")
-    text = "a 👩‍🔧 中文 é"
-    tokens = tokenizer.encode(text)
-    assert len(tokens) > len(text)
-    assert push_all(TextStream(tokenizer), tokens, run_length) == (text, False)
-    cut = tokenizer.encode("a é")[:-1]
-    stream = TextStream(tokenizer)
-    assert push_all(stream, cut, run_length)[0] == stream.text == tokenizer.decode(cut) == "a \N{REPLACEMENT CHARACTER}"
-
-
 # Vocabulary, block size, context limit.
 
 
@@ -331,7 +150,7 @@ def test_ids_of_a_padded_head_enter_neither_tree_nor_text(
     state["lm_head.weight"][VOCAB:] *= 50
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     drafter = tiny_models.write_drafter(tmp_path / "drafter", target)
-    engine = make_engine(target=target, drafter_folder=drafter)
+    engine = make_engine(target=target, drafter=drafter)
     sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=40)
     client = ask(engine, GenerateRequest(prompt_token_ids=(1, 2, 3), request_id="r", sampling=sampling))
     drafted: set[int] = set()
@@ -358,16 +177,6 @@ def test_a_block_of_n_drafts_n_minus_one_deep(make_engine: MakeEngine, block_siz
     assert reason == ("block_size 1 leaves no draft position" if block_size == 1 else None)
 
 
-def rounds_of(engine: Engine) -> list[RoundStats]:
-    """Steps until idle; the rounds' figures."""
-    rounds = []
-    while engine.busy:
-        stats = engine.step()
-        if stats is not None:
-            rounds.append(stats)
-    return rounds
-
-
 @pytest.mark.case("A25")
 def test_the_context_limit_ends_a_text_and_leaves_the_neighbour_alone(make_engine: MakeEngine) -> None:
     settings: dict[str, Any] = {"max_seq_len": 64, "tree_budget": 32, "prefix_reuse": False}
@@ -381,7 +190,9 @@ def test_the_context_limit_ends_a_text_and_leaves_the_neighbour_alone(make_engin
     run(engine)
     assert clients[0].finished.reason == "length" and len(clients[0].finished.token_ids) == 3
     assert clients[1].finished.token_ids == alone
-    with pytest.raises(RequestRejected, match="64 tokens leave no room in the context limit of 64") as refused:
+    with pytest.raises(
+        RequestRejected, match="64 tokens leave no room in the context limit of 64"
+    ) as refused:
         answer(engine, prompt_of(64))
     assert refused.value.field == "prompt"
 
@@ -415,12 +226,13 @@ def test_a_request_larger_than_the_cache_is_refused(make_engine: MakeEngine) -> 
 
 
 def test_requests_of_all_modes_in_one_batch_get_their_solo_texts(
-    make_engine: MakeEngine, reference: Reference
+    make_engine: MakeEngine, tiny_reference: Reference
 ) -> None:
     requests = [
-        Request(f"r{i}", prompt_of(5 + 20 * i), 20, Rule(0.7 * (i % 2), top_k=9 * (i % 3), seed=i)) for i in range(6)
+        Request(f"r{i}", prompt_of(5 + 20 * i), 20, Rule(0.7 * (i % 2), top_k=9 * (i % 3), seed=i))
+        for i in range(6)
     ]
-    drafter = scripted(reference, requests)
+    drafter = scripted(tiny_reference, requests)
     engine = make_engine(drafter, max_concurrency=3, prefill_chunk=16)
     clients = [ask(engine, as_generate(each, mode=MODES[i % 3])) for i, each in enumerate(requests)]
     most = 0
@@ -439,7 +251,12 @@ def test_requests_of_all_modes_in_one_batch_get_their_solo_texts(
 @pytest.mark.parametrize("prefix_reuse", [False, True])
 def test_no_slot_is_lost_over_200_requests_half_aborted(make_engine: MakeEngine, prefix_reuse: bool) -> None:
     engine = make_engine(
-        kv_slots=200, max_tree_budget=8, tree_budget=8, prefix_reuse=prefix_reuse, max_queue=400, max_concurrency=4
+        kv_slots=200,
+        max_tree_budget=8,
+        tree_budget=8,
+        prefix_reuse=prefix_reuse,
+        max_queue=400,
+        max_concurrency=4,
     )
     rng = random.Random(0)
     clients = {}
@@ -510,83 +327,14 @@ def test_the_queue_has_a_limit_and_ids_are_unique(make_engine: MakeEngine) -> No
         ask(engine, GenerateRequest(prompt_token_ids=(0, 1), request_id="r0"))
 
 
-# Prefixes of earlier requests.
-
-
-def trees(engine: Engine, request: GenerateRequest) -> tuple[Client, list[TreeTrace]]:
-    """Runs a request and keeps the tree of each of its rounds."""
-    client, seen = ask(engine, request), {}
-    while engine.busy:
-        engine.step()
-        seen |= {tree.round_index: tree for tree in engine.trace(str(request.request_id))}
-    return client, list(seen.values())
-
-
-def shape(tree: TreeTrace) -> list[tuple[int, int]]:
-    return [(node.token_id, node.parent) for node in tree.nodes]
-
-
-@pytest.mark.parametrize("first_mode", MODES)
-def test_a_reused_prefix_gives_the_same_text_and_the_same_drafts(make_engine: MakeEngine, first_mode: Any) -> None:
-    """The drafts tell whether the drafter's context came along; the random drafter's depend on all of it."""
-    engine = make_engine(mode=first_mode)
-    first = answer(engine, prompt_of(40), max_tokens=12)
-    engine.config = engine.config.changed({"mode": "tree"})
-    turn = (*prompt_of(40), *first.token_ids, *prompt_of(9, 5))
-
-    def second(reuse: bool) -> GenerateRequest:
-        return GenerateRequest(prompt_token_ids=turn, request_id=f"reuse{reuse}", reuse_prefix=reuse)
-
-    cold, cold_trees = trees(make_engine(), second(False))
-    warm, warm_trees = trees(engine, second(True))
-    assert warm.finished.stats.cached_tokens == 40 + 12 - 1
-    assert cold.finished.stats.cached_tokens == 0
-    assert warm.finished.token_ids == cold.finished.token_ids
-    assert [shape(tree) for tree in warm_trees][:-1] == [shape(tree) for tree in cold_trees][:-1]
-
-
-def test_a_prefix_is_reused_up_to_the_first_difference(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    prompt = prompt_of(30)
-    answer(engine, prompt)
-    for shared in (1, 17, 29):
-        other = (*prompt[:shared], (prompt[shared] + 1) % 200, *prompt_of(8))
-        fresh = answer(make_engine(), other)
-        again = answer(engine, other)
-        assert again.stats.cached_tokens == shared and again.token_ids == fresh.token_ids
-    same = answer(engine, prompt)
-    assert same.stats.cached_tokens == 29 and same.token_ids == answer(make_engine(), prompt).token_ids
-
-
-def test_the_least_recently_used_prefix_makes_room(make_engine: MakeEngine) -> None:
-    engine = make_engine(kv_slots=160, max_tree_budget=8, max_tokens=8)
-    texts = {number: prompt_of(40, number) for number in range(3)}
-    for number in (0, 1, 0):
-        answer(engine, texts[number])
-    answer(engine, texts[2])
-    assert answer(engine, texts[0]).stats.cached_tokens == 39
-    assert answer(engine, texts[1]).stats.cached_tokens == 0
-
-
-def test_a_request_may_refuse_prefixes_and_the_setting_switches_them_off(make_engine: MakeEngine) -> None:
-    engine = make_engine(prefix_reuse=False)
-    assert [answer(engine, prompt_of(20)).stats.cached_tokens for _ in range(2)] == [0, 0]
-    engine = make_engine()
-    for _ in range(2):
-        client = ask(engine, GenerateRequest(prompt_token_ids=prompt_of(20), reuse_prefix=False))
-        run(engine)
-        assert client.finished.stats.cached_tokens == 0
-    assert engine.scheduler.prefixes.slots == 0
-
-
 # Changes while text streams.
 
 
 def test_mode_and_budget_act_from_the_next_round_while_the_stream_goes_on(
-    make_engine: MakeEngine, reference: Reference
+    make_engine: MakeEngine, tiny_reference: Reference
 ) -> None:
     following, fixed = Request("following", prompt_of(8), 60), Request("fixed", prompt_of(9), 60)
-    drafter = scripted(reference, [following, fixed])
+    drafter = scripted(tiny_reference, [following, fixed])
     engine = make_engine(drafter, mode="off")
     clients = [ask(engine, as_generate(following)), ask(engine, as_generate(fixed, mode="chain"))]
     plan: list[tuple[dict[str, Any], Callable[[RoundStats], bool]]] = [
@@ -618,9 +366,9 @@ def test_temperature_reaches_later_requests_and_never_a_running_one(make_engine:
     assert after.finished.token_ids != greedy and after.finished.stats.temperature == 1.5
 
 
-def test_figures_of_a_request_count_what_they_say(make_engine: MakeEngine, reference: Reference) -> None:
+def test_figures_of_a_request_count_what_they_say(make_engine: MakeEngine, tiny_reference: Reference) -> None:
     request = Request("r", prompt_of(12), 30)
-    engine = make_engine(scripted(reference, [request]), tree_budget=16)
+    engine = make_engine(scripted(tiny_reference, [request]), tree_budget=16)
     client = ask(engine, as_generate(request))
     rounds = rounds_of(engine)
     stats = client.finished.stats
@@ -636,7 +384,7 @@ def test_figures_of_a_request_count_what_they_say(make_engine: MakeEngine, refer
 
 
 def test_a_request_without_a_drafter_says_why_it_is_plain(make_engine: MakeEngine) -> None:
-    engine = make_engine(drafter_folder="none")
+    engine = make_engine(drafter="none")
     finished = answer(engine, prompt_of(5))
     assert finished.stats.plain_reason == "no drafter, as configured (drafter = 'none')"
     assert finished.stats.accept_length == 1.0
@@ -652,4 +400,3 @@ def test_unfit_defaults_never_exceed_the_reserved_slots(make_engine: MakeEngine)
     rounds = rounds_of(engine)
     assert max(one.nodes for one in rounds) <= 2 * 5
     assert [client.finished.token_ids for client in clients] == alone
-

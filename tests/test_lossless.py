@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_sampler import Rule
+from safetensors.torch import load_file, save_file
 from tiny_models import (
     ConstructedDrafter,
     Reference,
@@ -243,22 +245,22 @@ def test_a_wrong_round_is_noticed(
 
 
 @pytest.mark.case("A19")
-def test_an_exact_tie_goes_to_the_lowest_token_in_every_mode(loaded: Loaded, reference: Reference) -> None:
-    """Two tokens with one row of the head tie at every position; the later one must never be said."""
-    twin, lowest = 200, 30
-    head = loaded.models.target._decoder.head._weight
-    kept = head[twin].clone()
-    head[twin] = head[lowest]
-    try:
-        rule = Rule(logit_bias={lowest: 8.0, twin: 8.0})
-        requests = [Request(f"t{i}", (i, 7, 9), 12, rule) for i in range(3)]
-        tied = ConstructedDrafter(reference.scripts(requests))
-        models = with_draft(loaded.models, tied)
-        for mode in (Speculation(), Speculation("chain", 7), Speculation("tree", 16)):
-            said = [token for each in decode(models, requests, [mode] * 3) for token in each.token_ids]
-            assert lowest in said and twin not in said
-    finally:
-        head[twin] = kept
+def test_an_exact_tie_goes_to_the_lowest_token_in_every_mode(tmp_path: Path) -> None:
+    """Two tokens whose rows of the head are zero have exactly their bias as logits; the later one is never said."""
+    target = tiny_models.write_target(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=2)
+    lowest, twin = 30, 200
+    state = load_file(target / "model.safetensors")
+    state["lm_head.weight"][[lowest, twin]] = 0.0
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tiny_config(target, tiny_models.write_drafter(tmp_path / "drafter", target)))
+    rule = Rule(logit_bias={lowest: 8.0, twin: 8.0})
+    requests = [Request(f"t{i}", (i, 7, 9), 12, rule) for i in range(3)]
+    scripts = Reference(target, VOCAB).scripts(requests)
+    models = with_draft(loaded.models, ConstructedDrafter(scripts))
+    for mode in (Speculation(), Speculation("chain", 7), Speculation("tree", 16)):
+        said = [each.token_ids for each in decode(models, requests, [mode] * 3)]
+        assert said == [scripts[request.name].outputs for request in requests]
+        assert any(lowest in text for text in said) and not any(twin in text for text in said)
 
 
 # Distribution: a target of eight tokens, whose every continuation can be listed.
@@ -290,7 +292,9 @@ class Listed:
             rows = []
             for logits in table.numpy():
                 scaled = logits / np.float32(rule.temperature)
-                weights = np.where(reference_sampler.kept(scaled, rule), np.exp(scaled.astype(np.float64)), 0.0)
+                weights = np.where(
+                    reference_sampler.kept(scaled, rule), np.exp(scaled.astype(np.float64)), 0.0
+                )
                 rows.append(weights / weights.sum())
             joint = (joint[:, None] * np.stack(rows)).reshape(-1)
         return joint

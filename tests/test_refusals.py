@@ -1,4 +1,4 @@
-"""Models that do not fit each other are refused before they run, in one line that names both, the key and the values."""
+"""Models that do not fit each other are refused before they run, in one line naming both, the key and the values."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ def refusal(target: Path, drafter: Path | str, **settings: Any) -> tuple[str, st
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    """Changes keys of a config.json; None removes one; a table is merged."""
+    """Changes keys of a config.json: None removes one, a table is merged into the one there."""
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for key, value in changes.items():
-        config[key] = config[key] | value if isinstance(value, dict) and key in config else value
-        config[key] = (
-            {k: v for k, v in config[key].items() if v is not None} if isinstance(value, dict) else config[key]
-        )
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    path.write_text(json.dumps(merged(json.loads(path.read_text()), changes)))
+
+
+def merged(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    tables = {
+        key: merged(old.get(key, {}), value) for key, value in changes.items() if isinstance(value, dict)
+    }
+    return {key: value for key, value in (old | changes | tables).items() if value is not None}
 
 
 @pytest.mark.case("A10")
@@ -124,7 +125,7 @@ def test_a_head_padded_beyond_the_tokenizer_loads(tmp_path: Path) -> None:
 def test_a_drafter_with_another_tokenizer_of_the_same_size_is_refused(target: Path, drafter: Path) -> None:
     content = json.loads((target / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
-    vocabulary["q"], vocabulary["h"] = vocabulary["h"], vocabulary["q"]
+    vocabulary["q"], vocabulary["~"] = vocabulary["~"], vocabulary["q"]
     content["model"]["merges"] = []
     (drafter / "tokenizer.json").write_text(json.dumps(content))
     line, field = refusal(target, drafter)
@@ -167,7 +168,9 @@ def test_a_refused_block_size_leaves_the_running_engine_serving(target: Path, dr
 
 
 @pytest.mark.case("A22")
-def test_a_hybrid_target_is_refused_naming_its_layer_types(target: Path, tmp_path: Path, drafter: Path) -> None:
+def test_a_hybrid_target_is_refused_naming_its_layer_types(
+    target: Path, tmp_path: Path, drafter: Path
+) -> None:
     hybrid = tmp_path / "hybrid"
     shutil.copytree(target, hybrid)
     kinds = ["full_attention", "linear_attention", "conv"]

@@ -103,7 +103,9 @@ def test_drafter_logits_of_a_batch_are_those_of_each_sequence_alone(loaded: Load
 
 
 @pytest.mark.case("A10")
-def test_features_are_the_outputs_of_the_tapped_layers_in_the_given_order(folder: Path, reference: Reference) -> None:
+def test_features_are_the_outputs_of_the_tapped_layers_in_the_given_order(
+    folder: Path, reference: Reference
+) -> None:
     text = prompt_of(20)
     with torch.inference_mode():
         states = reference.model(torch.tensor([text]), output_hidden_states=True).hidden_states
@@ -140,14 +142,16 @@ def test_a_scattered_path_is_committed_as_if_fed_one_by_one(loaded: Loaded, slot
 
 @pytest.mark.case("A17")
 @pytest.mark.parametrize("count", [2, 4])
-def test_ragged_batches_give_each_request_its_solo_text(loaded: Loaded, reference: Reference, count: int) -> None:
+def test_ragged_batches_give_each_request_its_solo_text(
+    loaded: Loaded, reference: Reference, count: int
+) -> None:
     requests = [Request(f"c{n}", prompt_of(n), 14, chunk=256) for n in (5, 130, 131, 700)][:count]
     budgets = [Speculation("tree", nodes - 1) for nodes in (3, 9, 1, 16)][:count]
     models = scripted(loaded, reference, requests)
     solo = [decode(models, [request], [TREE])[0].token_ids for request in requests]
     together = decode(models, requests, budgets)
     assert [each.token_ids for each in together] == solo
-    assert {len(one.nodes) for one in together[1].rounds} > {9}
+    assert [len(each.rounds[0].nodes) for each in together] == [3, 9, 1, 16][:count]
 
 
 @pytest.mark.case("A17")
@@ -235,7 +239,9 @@ def run_target(
         for first, last in ((0, 7), (7, len(text))):
             positions = torch.arange(first, last)
             segment = Segment(3, first, last - first, causal_mask(last - first, CPU), positions)
-            outputs.append(target.forward(torch.tensor(text[first:last]), positions, Step.of(pool, (segment,))))
+            outputs.append(
+                target.forward(torch.tensor(text[first:last]), positions, Step.of(pool, (segment,)))
+            )
         if tree is not None:
             tokens, mask, depths = tree
             positions = len(text) + depths
@@ -328,7 +334,9 @@ def test_a_prepacked_layer_equals_the_plain_one(kind: str, shape: tuple[int, ...
     weight, bias = torch.randn(80, 48, generator=generator), torch.randn(80, generator=generator)
     x = torch.randn(shape, generator=generator)
     for given in (bias, None):
-        torch.testing.assert_close(KINDS[kind](weight, given)(x), PlainLinear(weight, given)(x), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            KINDS[kind](weight, given)(x), PlainLinear(weight, given)(x), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_prepacked_models_say_what_plain_ones_say(
@@ -358,7 +366,9 @@ def plain_drafter(folder: Path) -> Drafter:
 
 
 @pytest.mark.parametrize("attention_bias", [False, True])
-def test_the_fused_drafter_equals_the_plain_module(folder: Path, tmp_path: Path, attention_bias: bool) -> None:
+def test_the_fused_drafter_equals_the_plain_module(
+    folder: Path, tmp_path: Path, attention_bias: bool
+) -> None:
     """Context keys and values per layer, and a block that attends to all of the context and to itself."""
     where = tiny_models.write_drafter(
         tmp_path / "drafter", folder / "target", block_size=6, attention_bias=attention_bias

@@ -81,15 +81,21 @@ def test_philox_equals_the_one_on_python_integers(drawn: list[int]) -> None:
 @NO_DEADLINE
 @given(seeds, st.integers(0, 2**31), st.integers(1, 70))
 def test_noise_equals_the_one_in_numpy(seed: int, position: int, vocab_size: int) -> None:
-    rows = gumbel_rows(torch.tensor([signed_seed(seed)] * 2), torch.tensor([position, position + 1]), vocab_size)
+    rows = gumbel_rows(
+        torch.tensor([signed_seed(seed)] * 2), torch.tensor([position, position + 1]), vocab_size
+    )
     for row, at in zip(rows, (position, position + 1), strict=True):
-        np.testing.assert_allclose(row.numpy(), reference_sampler.gumbel(seed, at, vocab_size), rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(
+            row.numpy(), reference_sampler.gumbel(seed, at, vocab_size), rtol=2e-6, atol=2e-6
+        )
 
 
 @NO_DEADLINE
 @given(seeds, st.integers(0, 5000), st.integers(0, VOCAB - 1))
 def test_noise_of_a_token_is_word_v_mod_4_of_counter_v_div_4(seed: int, position: int, token: int) -> None:
-    word = reference_sampler.philox_words((token // 4, position, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4]
+    word = reference_sampler.philox_words((token // 4, position, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))[
+        token % 4
+    ]
     expected = -np.log(-np.log(((word >> 9) + 0.5) * 2.0**-23))
     ours = gumbel_rows(torch.tensor([signed_seed(seed)]), torch.tensor([position]), VOCAB)[0, token]
     assert float(ours) == pytest.approx(expected, rel=1e-4, abs=1e-4)
@@ -124,7 +130,12 @@ def test_exact_ties_choose_the_lowest_token_in_every_path() -> None:
     logits = torch.zeros(1, 40)
     logits[0, [7, 9, 30]] = 2.0
     context, flat = RowContext(torch.zeros(1)), torch.zeros(1, 40)
-    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2), Sampling(1.0, 0.1)):
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_k=2),
+        Sampling(1.0, 0.1),
+    ):
         noise = None if sampling.greedy else flat
         assert choose_tokens(logits, sampling, context, noise).tolist() == [7]
     kept = choice_scores(logits, Sampling(temperature=1.0, top_k=2), context, flat).isfinite()[0]
@@ -178,7 +189,9 @@ def test_the_choice_equals_the_second_implementation(rule: Rule, drawn: int, out
 
 @pytest.mark.parametrize("vocab", [64, 5000])
 def test_top_p_keeps_the_smallest_set_that_reaches_it(vocab: int) -> None:
-    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [1], [3], [6]])
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[0.1], [1], [3], [6]]
+    )
     for top_p in (0.05, 0.5, 0.9, 0.999):
         kept = choice_scores(
             logits, Sampling(1.0, top_p), RowContext(torch.zeros(4)), torch.zeros(4, vocab)
@@ -196,7 +209,12 @@ def test_which_tokens_pass_does_not_depend_on_the_other_rows() -> None:
     spread = torch.tensor([[8.0], [8.0], [3.0], [0.01]])
     rows = spread * torch.randn(4, 4000, generator=generator)
     nucleus = Sampling(1.0, top_p=0.9)
-    for sampling in (nucleus, Sampling(1.0, min_p=0.2), replace(nucleus, min_p=0.01), replace(nucleus, top_k=50)):
+    for sampling in (
+        nucleus,
+        Sampling(1.0, min_p=0.2),
+        replace(nucleus, min_p=0.01),
+        replace(nucleus, top_k=50),
+    ):
         noise = torch.zeros_like(rows)
         together = choice_scores(rows, sampling, RowContext(torch.zeros(4)), noise)
         for i, row in enumerate(rows):
@@ -256,11 +274,15 @@ def in_both_modes(
     ],
     ids=["frequency", "presence", "repetition", "all sampled"],
 )
-def test_penalties_in_a_tree_equal_the_run_without_one(loaded: Loaded, reference: Reference, rule: Rule) -> None:
+def test_penalties_in_a_tree_equal_the_run_without_one(
+    loaded: Loaded, reference: Reference, rule: Rule
+) -> None:
     prompts = [(9, 9, 9, 4) * 4, (17, 3) * 6]
     requests = [Request(f"p{i}", prompt, 32, rule) for i, prompt in enumerate(prompts)]
     plain, tree, expected = in_both_modes(loaded, reference, requests)
-    unpenalised = decode(loaded.models, [replace(each, rule=Rule()) for each in requests], [Speculation()] * 2)
+    unpenalised = decode(
+        loaded.models, [replace(each, rule=Rule()) for each in requests], [Speculation()] * 2
+    )
     assert [each.token_ids for each in plain] == expected
     assert [each.token_ids for each in tree] == expected
     assert [each.token_ids for each in unpenalised] != expected
@@ -309,6 +331,6 @@ def test_no_logprob_is_given_behind_the_stop(loaded: Loaded, reference: Referenc
 
 def test_logprobs_of_a_row_are_natural_logarithms_and_sorted() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
-    (value, likeliest), = token_logprobs(logits, [0], 3)
+    ((value, likeliest),) = token_logprobs(logits, [0], 3)
     assert value == pytest.approx(float(logits.log_softmax(-1)[0, 0]))
     assert [token for token, _ in likeliest] == [1, 2, 0]

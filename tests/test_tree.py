@@ -33,7 +33,9 @@ def nodes_of(tree: DraftTree, row: int = 0) -> list[Node]:
 def brute_force(log_probs: Tensor, budget: int) -> list[Node]:
     """All paths, sorted: higher score, lower depth, lower rank of the last token, earlier parent."""
     depth, vocab = log_probs.shape
-    ranks = [sorted(range(vocab), key=lambda token, row=row: (-float(row[token]), token)) for row in log_probs]
+    ranks = [
+        sorted(range(vocab), key=lambda token, row=row: (-float(row[token]), token)) for row in log_probs
+    ]
     level: list[tuple[Tensor, tuple[int, ...]]] = [(torch.zeros(()), ())]
     everything: list[tuple[float, int, int, tuple[int, ...]]] = []
     for d in range(depth):
@@ -108,7 +110,9 @@ def test_tree_equals_brute_force_on_random_log_probabilities(
 
 @pytest.mark.parametrize("sharpness", [1.5, 4.0, 8.0])
 @pytest.mark.parametrize("budget", [1, 4, 11, 31, 64])
-def test_tree_equals_best_first_search_on_drafter_like_log_probabilities(sharpness: float, budget: int) -> None:
+def test_tree_equals_best_first_search_on_drafter_like_log_probabilities(
+    sharpness: float, budget: int
+) -> None:
     log_probs = smooth_log_probs(budget, 7, 2000, sharpness, batch=6)
     tree = build_tree(log_probs, budget)
     for row in range(6):
