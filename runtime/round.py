@@ -17,6 +17,8 @@ Invariants, asserted by `Sequence.check`:
   - a parent's index is smaller than its child's;
   - a round adds `accept_length` tokens: the accepted drafts and the bonus token, fewer only at a stop token or cap.
 
+`build_tree` and `accept_path` are pure and stand in `runtime/tree.py`; the target's choice in `runtime/sampling.py`.
+
 Sources: DDTree (best-first trees from block-diffusion marginals, one-pass verification), DFlash (the drafter).
 """
 
@@ -33,10 +35,29 @@ from runtime.attention import Segment, Step, causal_mask, full_mask
 from runtime.fused import FusedDrafter
 from runtime.kv_cache import KVCache
 from runtime.noise import gumbel_rows, signed_seed
-from runtime.sampling import RowContext, choose_tokens, ordered_top, token_logprobs
+from runtime.sampling import RowContext, choose_tokens, token_logprobs
 from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.stage_clock import StageClock
 from runtime.target import TargetModel
+from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree, root_tree
+
+__all__ = [
+    "DraftTree",
+    "Models",
+    "RoundResult",
+    "SequenceRound",
+    "accept_path",
+    "ancestor_mask",
+    "build_tree",
+    "commit_path",
+    "decode_round",
+    "draft_block",
+    "drafter_logits",
+    "extend_drafter",
+    "hand_over",
+    "prefill",
+    "verify_tree",
+]
 
 
 @dataclass(frozen=True)
@@ -55,22 +76,6 @@ class Models:
     @property
     def draft_horizon(self) -> int:
         return self.block_size - 1 if self.drafter is not None else 0
-
-
-@dataclass(frozen=True)
-class DraftTree:
-    """Trees of a batch, padded to equal size; node 0 is the root, valid nodes come first.
-
-    `token_ids`, `parents` (root: 0), `depths`, `log_probs` are `[batch, nodes]`; `ancestor_mask` is bool
-    `[batch, nodes, nodes]`, True = may attend, each node sees itself; `sizes [batch]` counts valid nodes, root too.
-    """
-
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    log_probs: Tensor
-    ancestor_mask: Tensor
-    sizes: Tensor
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def decode_round(models: Models, batch: Seq[Sequence], speculation: Seq[Speculat
     log_probs = _draft_batch(models, batch, speculation, budgets, noise)
     clock.lap("draft")
 
-    tree = build_tree(log_probs, max(budgets), _root_ids(batch, models.target.device))
+    ranks = None if any(how.mode == "tree" for how in speculation) else 1
+    tree = build_tree(log_probs, max(budgets), _root_ids(batch, models.target.device), ranks)
     sizes = [min(size, budget + 1) for size, budget in zip(tree.sizes.tolist(), budgets, strict=True)]
     clock.lap("tree")
 
@@ -173,88 +179,6 @@ def drafter_logits(models: Models, batch: Seq[Sequence]) -> Tensor:
     return target.logits(hidden.view(len(batch), size, -1)[:, 1:])
 
 
-def build_tree(log_probs: Tensor, tree_budget: int, roots: Tensor | None = None) -> DraftTree:
-    """The exact best-first trees: for each batch row the `tree_budget` nodes of highest path log-probability.
-
-    `log_probs [batch, depth, vocab]` are per-position log-probabilities (-inf: never), `roots [batch]` the root tokens.
-    A node at depth d with tokens t1..td scores sum_i log_probs[i, ti]. Ties: lower depth, then lower rank of the last
-    token among its siblings, then the parent that comes first; so a parent always comes before its children and the
-    tree of a smaller budget is a prefix of this one. Runs on the device without reading a value back: per depth the
-    best `tree_budget` of (kept prefixes x top-K) are kept, then one global selection.
-    """
-    batch, horizon, vocab = log_probs.shape
-    device = log_probs.device
-    width = min(tree_budget, vocab)
-    if tree_budget == 0 or horizon == 0:
-        return _assemble(
-            roots, log_probs.new_empty(batch, 0), *(torch.empty(batch, 0, dtype=torch.int64),) * 3
-        )
-    top_values, top_ids = ordered_top(log_probs, width)
-
-    # Depth by depth: score, token and the parent's place in the depth before. Candidates lie rank-major, so the
-    # lowest flat index is the lowest rank and then the first parent.
-    scores = log_probs.new_zeros(batch, 1)
-    kept_scores, kept_tokens, kept_parents = [], [], []
-    for depth in range(horizon):
-        places = scores.shape[1]
-        candidates = (top_values[:, depth].unsqueeze(2) + scores.unsqueeze(1)).flatten(1)
-        scores, picked = ordered_top(candidates, min(tree_budget, candidates.shape[1]))
-        kept_scores.append(scores)
-        kept_tokens.append(top_ids[:, depth].gather(1, picked // places))
-        kept_parents.append(picked % places)
-
-    counts = [kept.shape[1] for kept in kept_scores]
-    offsets = torch.tensor([0, *counts]).cumsum(0).tolist()
-    all_scores = torch.cat(kept_scores, 1)
-    node_scores, order = ordered_top(all_scores, min(tree_budget, all_scores.shape[1]))
-    place_of = torch.full((batch, offsets[-1]), -1, device=device)
-    place_of.scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=device).expand_as(order))
-    root_places = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    parents = [root_places.expand(batch, counts[0])]
-    for depth in range(1, horizon):
-        parents.append(place_of[:, offsets[depth - 1] : offsets[depth]].gather(1, kept_parents[depth]))
-    depths = torch.arange(1, horizon + 1, device=device).repeat_interleave(
-        torch.tensor(counts, device=device)
-    )
-    return _assemble(
-        roots,
-        node_scores,
-        torch.cat(kept_tokens, 1).gather(1, order),
-        torch.cat(parents, 1).gather(1, order),
-        depths.expand(batch, -1).gather(1, order),
-    )
-
-
-def _assemble(
-    roots: Tensor | None, scores: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
-) -> DraftTree:
-    """Puts the root before nodes `[batch, n]` and derives ancestor mask and sizes; nodes of score -inf are invalid."""
-    batch, device = scores.shape[0], scores.device
-    front = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    root_ids = front if roots is None else roots.view(batch, 1)
-    parents = torch.cat((front, parents.to(device).clamp_min(0)), 1)
-    depths = torch.cat((front, depths.to(device)), 1)
-    return DraftTree(
-        token_ids=torch.cat((root_ids, token_ids.to(device)), 1),
-        parents=parents,
-        depths=depths,
-        log_probs=torch.cat((scores.new_zeros(batch, 1), scores), 1),
-        ancestor_mask=ancestor_mask(parents, depths),
-        sizes=1 + (scores > -torch.inf).sum(1),
-    )
-
-
-def ancestor_mask(parents: Tensor, depths: Tensor) -> Tensor:
-    """Bool `[batch, nodes, nodes]` from `parents` and `depths [batch, nodes]`: True where row's node may attend."""
-    nodes = parents.shape[1]
-    mask = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(parents.shape[0], 1, 1)
-    current = torch.arange(nodes, device=parents.device).expand_as(parents)
-    for _ in range(min(nodes - 1, int(depths.shape[1]))):
-        current = parents.gather(1, current)
-        mask.scatter_(2, current.unsqueeze(2), True)
-    return mask
-
-
 def verify_tree(
     models: Models, batch: Seq[Sequence], tree: DraftTree, sizes: Seq[int]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -279,24 +203,6 @@ def verify_tree(
     logits = models.target.logits(output.hidden).split(list(sizes))
     features = output.features
     return list(logits), [None] * len(batch) if features is None else list(features.split(list(sizes)))
-
-
-def accept_path(tree: DraftTree, target_token_ids: Tensor, sizes: Seq[int] | None = None) -> list[list[int]]:
-    """Node indices of the accepted path of each batch row, root first.
-
-    `target_token_ids [batch, nodes]` is what the target chooses after each node; `sizes` limits the nodes of each row
-    (default: `tree.sizes`). A node is accepted if its parent is and the target chose its token there; siblings differ,
-    so this is one path.
-    """
-    nodes = target_token_ids.shape[1]
-    token_ids, parents = tree.token_ids[:, :nodes], tree.parents[:, :nodes]
-    limits = tree.sizes if sizes is None else torch.tensor(sizes, device=parents.device)
-    accepted = target_token_ids.gather(1, parents) == token_ids
-    accepted &= torch.arange(nodes, device=parents.device) < limits.unsqueeze(1)
-    accepted[:, 0] = True
-    for _ in range(int(tree.depths.max())):
-        accepted = accepted & accepted.gather(1, parents)
-    return [[i for i, kept in enumerate(row) if kept] for row in accepted.tolist()]
 
 
 def commit_path(models: Models, sequence: Sequence, path: list[int], features: Tensor | None) -> None:
@@ -441,11 +347,6 @@ def position_noise(seed: int, first_position: int, rows: int, target: TargetMode
 
 def _root_ids(batch: Seq[Sequence], device: torch.device) -> Tensor:
     return torch.tensor([sequence.token_ids[-1] for sequence in batch], device=device)
-
-
-def root_tree(roots: Tensor) -> DraftTree:
-    """Trees of the root alone, for plain decoding."""
-    return build_tree(torch.empty(len(roots), 0, 1, device=roots.device), 0, roots)
 
 
 def _choose_batch(

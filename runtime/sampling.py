@@ -16,6 +16,10 @@ GREEDY_BELOW = 1e-4
 """Temperatures below this choose the likeliest token; one threshold for draft, verify and API."""
 
 
+SMALL_SORT = 2048
+"""Up to so many scores, sorting integer keys costs less than asking for ties."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """One request's resolved sampling settings; field meanings as in `interface.SamplingParams`."""
@@ -68,7 +72,7 @@ def ordered_top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     tie crosses the boundary; otherwise, and on a GPU (where asking would wait for the device), distinct integer keys
     of value and index decide. Returns values and indices `[..., k]`.
     """
-    if scores.device.type == "cpu" and k < scores.shape[-1]:
+    if scores.device.type == "cpu" and k < scores.shape[-1] and scores.shape[-1] > SMALL_SORT:
         values, indices = scores.topk(k, dim=-1)
         if bool(((scores >= values[..., -1:]).sum(-1) == k).all()):
             order = _order_keys(values, indices).argsort(dim=-1, descending=True)
