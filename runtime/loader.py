@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ class Loaded:
     """Why nothing can be drafted; None if it can."""
     linear: str
     threads: int
+    target_digest: str | None
+    """SHA-256 of a GGUF target; None for a folder, whose shards may be too large to read at each start."""
+    notes: tuple[str, ...] = ()
+    """What an operator should know of this pair."""
 
 
 def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
@@ -81,6 +86,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         limits.kv_slots,
         device,
     )
+    digest = checkpoint.digest() if checkpoint.gguf is not None else None
     block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
     return Loaded(
         models=Models(target, drafter, cache, block_size, config.draft_noise),
@@ -91,7 +97,21 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         no_drafter_reason=reason,
         linear=linear + ("" if target.fused else ", transformers modules"),
         threads=threads,
+        target_digest=digest,
+        notes=_notes(folder, digest),
     )
+
+
+def _notes(folder: Path | None, digest: str | None) -> tuple[str, ...]:
+    """A line where the drafter says that it was trained for a target of other bytes."""
+    if folder is None or digest is None:
+        return ()
+    trained = (json.loads((folder / "config.json").read_text(encoding="utf-8")).get("ddtree") or {}).get(
+        "target_digest"
+    )
+    if trained in (None, digest):
+        return ()
+    return (f"the drafter was trained for a target file {trained[:12]}..., this one is {digest[:12]}...",)
 
 
 def _set_threads(config: RuntimeConfig) -> int:

@@ -114,7 +114,7 @@ class LocalRuntime:
         return Description(
             engine=config.engine,
             target=loaded.checkpoint.name if loaded else config.model,
-            target_digest=None,
+            target_digest=loaded.target_digest if loaded else None,
             drafter=str(loaded.drafter_path) if loaded and loaded.drafter_path else None,
             architecture=str(loaded.checkpoint.config["architectures"][0]) if loaded else None,
             block_size=drafter.config.block_size if drafter else None,
@@ -133,6 +133,7 @@ class LocalRuntime:
             else "ready"
             if loaded.no_drafter_reason is None
             else f"inactive: {loaded.no_drafter_reason}",
+            notes=loaded.notes if loaded else (),
         )
 
     async def status(self) -> Status:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_config, tiny_engine, write_drafter, write_target
+from tiny_models import tiny_config, write_drafter, write_target
 
 import runtime.round
 from runtime.engine import Engine
@@ -22,7 +22,8 @@ PROMPTS = [{"prompt": "abc"}, {"prompt": "the cat"}]
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     root = tmp_path_factory.mktemp("verify")
     target = write_target(root / "target")
-    return tiny_engine(tiny_config(target, write_drafter(root / "drafter", target)))
+    config = tiny_config(target, write_drafter(root / "drafter", target))
+    return Engine(load(config), config, 8)
 
 
 def plan(engine: Engine, **changes: object) -> VerifyPlan:
