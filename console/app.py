@@ -138,24 +138,35 @@ class ConsoleApp(App[int]):
                 self.exit(0)
                 return
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
-            self._record(*(LogLine(time_s=now, level="info", text=clean_line(text)) for text in captured))
+            self._record(*(_line(text) for text in captured))
         if self.view.notice and time.monotonic() > self._notice_until_s:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         self._show(figures=self._window.figures(now), host_age_s=age, lines=tuple(self._lines))
 
     def _record(self, *lines: LogLine) -> None:
-        self._lines = [*self._lines, *lines][-KEEP_LINES:]
+        """Keeps lines among the events, cleaned and cut; the oldest leave."""
+        kept = lines[-KEEP_LINES:]
+        cleaned = (line.model_copy(update={"text": clean_line(line.text)}) for line in kept)
+        self._lines = [*self._lines, *cleaned][-KEEP_LINES:]
 
     def _notice(self, text: str, bad: bool = False) -> None:
         """One line at the top for some seconds, kept among the events."""
         self._notice_until_s = time.monotonic() + NOTICE_S
-        self._record(LogLine(time_s=time.time(), level="warning" if bad else "info", text=clean_line(text)))
+        self._record(_line(text, "warning" if bad else "info"))
         self._show(notice=clean_line(text), notice_bad=bad, lines=tuple(self._lines))
 
     # Messages of the bridge
 
     def on_status_arrived(self, event: messages.StatusArrived) -> None:
+        before = self.view.status
+        told = before.errors if before is not None else ()
+        for error in event.status.errors:
+            if error not in told:
+                self._record(_line(error, "error"))
+        chosen = event.status.calibration
+        if chosen and (before is None or before.calibration != chosen):
+            self._record(_line(f"budget: {chosen}"))
         self._show(status=event.status)
 
     def on_description_arrived(self, event: messages.DescriptionArrived) -> None:
@@ -169,12 +180,12 @@ class ConsoleApp(App[int]):
         self._window.add(event.rounds)
 
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
-        self._record(*(line.model_copy(update={"text": clean_line(line.text)}) for line in event.lines))
+        self._record(*event.lines)
 
     def on_state_changed(self, event: messages.StateChanged) -> None:
         if event.change.state != self._state:
             self._state = event.change.state
-            reason = f": {clean_line(event.change.reason)}" if event.change.reason else ""
+            reason = f": {event.change.reason}" if event.change.reason else ""
             level = "error" if event.change.state in ("failed", "degraded") else "info"
             self._record(
                 LogLine(time_s=time.time(), level=level, text=f"engine {event.change.state}{reason}")
@@ -182,7 +193,7 @@ class ConsoleApp(App[int]):
 
     def on_bridge_problem(self, event: messages.BridgeProblem) -> None:
         if event.text and event.text != self.view.problem:
-            self._record(LogLine(time_s=time.time(), level="error", text=event.text))
+            self._record(_line(event.text, "error"))
         self._show(problem=event.text)
 
     def on_change_done(self, event: messages.ChangeDone) -> None:
@@ -318,6 +329,10 @@ class ConsoleApp(App[int]):
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+
+
+def _line(text: str, level: str = "info") -> LogLine:
+    return LogLine(time_s=time.time(), level=level, text=text)
 
 
 def no_color() -> bool:

@@ -29,7 +29,7 @@ class TimeChart(PlotextPlot):
             return
         holes_only = not any(value is not None for value in (*kept, *self._values))
         self._values, self._level = kept, level
-        self.border_title = f"{self._title}, last {self._seconds} s{key}"
+        self.border_title = f"{self._title} over {self._seconds} s{key}"
         if not holes_only:
             self.refresh()
 

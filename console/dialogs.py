@@ -77,7 +77,7 @@ class ValueDialog(ModalScreen[float | None]):
         if value is None:
             allowed = f"{self._asked.low:g} to {self._asked.high:g}"
             wrong = f"{clean_line(event.value, 30)!r} is not a number from {allowed}"
-            self.query_one("#wrong", Static).update(Text(wrong, style="bad"))
+            self.query_one("#wrong", Static).update(Text.assemble((wrong, "bad")))
         else:
             self.dismiss(value)
 

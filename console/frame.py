@@ -107,6 +107,11 @@ LIGHT_PALETTE = {
 STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad"}
 
 
+def styled(text: str, style: str) -> Text:
+    """`text` in one of the named styles; the base style of a Text knows none of them."""
+    return Text.assemble((text, style))
+
+
 class StatusBar(Horizontal):
     """Model, engine, layout, mode, budget, temperature, state."""
 
@@ -131,7 +136,7 @@ class StatusBar(Horizontal):
         self.query_one("#facts", Panel).put(Text("  ".join(facts)))
         words = view.state_words
         style = STATE_STYLES.get(words.split()[0], "fair")
-        state = Text(words, style=style)
+        state = styled(words, style)
         if view.read_only:
             state = Text.assemble(("read-only ", "bold"), state)
         self.query_one("#state", Panel).put(state)
@@ -159,7 +164,7 @@ class NoticeBar(Horizontal):
         if not text:
             style = ""
             text = view.problem or (view.status.reason if view.status is not None else "")
-        self.query_one("#notice", Panel).put(Text(clean_line(text), style=style))
+        self.query_one("#notice", Panel).put(styled(clean_line(text), style))
 
 
 class ConsoleScreen(Screen[None]):

@@ -59,13 +59,12 @@ class LiveScreen(ConsoleScreen):
         self.query_one("#speed", Panel).put(speed_text(view, baseline))
         level = baseline.tok_s if baseline is not None else None
         charts = self.query_one("#tok_s_chart", TimeChart), self.query_one("#accept_chart", TimeChart)
-        charts[0].show(
-            figures.tok_s_series, level, "" if level is None else f"; flat line: plain {rate(level)}"
-        )
+        charts[0].show(figures.tok_s_series, level, "" if level is None else f"; line: plain {rate(level)}")
         charts[1].show(figures.accept_series)
         positions = self.query_one("#positions", Panel)
         positions.put(positions_text(figures.by_position, positions.content_size.width))
         split = self.query_one("#split", Panel)
+        split.border_title = split_title(view)
         split.put(split_text(view, split.content_size.width))
         host = self.query_one("#host", Panel)
         host.border_title = host_title(view)
@@ -131,6 +130,14 @@ def positions_text(shares: tuple[float | None, ...], width: int) -> Text:
     return text
 
 
+def split_title(view: View) -> str:
+    """How long a round takes and how many rows the target verifies in it, on average."""
+    figures = view.figures
+    if figures.stages_s is None or figures.nodes is None:
+        return "time in a round"
+    return f"a round: {duration(sum(figures.stages_s))}, {figures.nodes:.1f} rows verified"
+
+
 def split_text(view: View, width: int) -> Text:
     """Mean time of each stage of a decode round, in ms and as a share."""
     stages = view.figures.stages_s
@@ -159,15 +166,12 @@ def host_title(view: View) -> str:
 def host_text(view: View) -> Text:
     """Requests and slots, CPU and memory, one row a GPU."""
     text = Text()
-    status, figures = view.status, view.figures
+    status = view.status
     if status is None:
         text.append("requests and slots n/a")
     else:
         text.append(f"{status.running} running · {status.waiting} waiting · KV slots ")
         text.append(f"{status.slots_used} used, {status.slots_cached} kept, of {status.slots_total}")
-    if figures.nodes is not None and figures.stages_s is not None:
-        round_s = sum(figures.stages_s)
-        text.append(f" · round {duration(round_s)}, {figures.nodes:.0f} rows")
     text.append("\n")
     text.append(_cpu_text(view.host) if view.host is not None else "CPU and memory n/a")
     for gpu in view.host.gpus if view.host is not None else ():

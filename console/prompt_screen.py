@@ -14,7 +14,7 @@ from textual.widgets import TextArea
 from console import messages
 from console.conversation import Conversation, History, Turn
 from console.formats import clean_line, clean_text
-from console.frame import ConsoleScreen, Panel, View
+from console.frame import ConsoleScreen, Panel, View, styled
 from console.transcript import LEGEND_MARKED, LEGEND_PLAIN, Transcript, TurnView
 from runtime.interface import GenerateRequest, TokenPiece
 
@@ -242,7 +242,7 @@ class PromptScreen(ConsoleScreen):
     def _note(self, text: str, bad: bool = False) -> None:
         note = self.query_one("#prompt_note", Panel)
         note.display = bool(text)
-        note.put(Text(clean_line(text), style="bad" if bad else "bold"))
+        note.put(styled(clean_line(text), "bad" if bad else "bold"))
 
 
 def spans(pieces: tuple[TokenPiece, ...]) -> list[tuple[str, bool]]:

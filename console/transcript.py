@@ -13,7 +13,7 @@ from textual.widgets import Static
 
 from console.conversation import Turn
 from console.formats import NA, clean_line, clean_text, duration, number, rate
-from console.frame import Panel
+from console.frame import Panel, styled
 
 BLOCK_CHARS = 300
 """A longer block of an answer ends at its next line break, so that only a short one is wrapped again."""
@@ -142,7 +142,7 @@ def foot_text(turn: Turn, waiting: str) -> Text:
             parts.append(f"{turn.stats.cached_tokens} of {turn.stats.prompt_tokens} prompt tokens reused")
     if turn.error:
         parts.append(turn.error)
-    return Text(clean_line(" · ".join(parts)), style="bad" if turn.error else "dim italic")
+    return styled(clean_line(" · ".join(parts)), "bad" if turn.error else "dim italic")
 
 
 class Transcript(VerticalScroll):

@@ -66,7 +66,7 @@ class RowContext:
 
 
 def ordered_top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest along the last dimension, best first, ties to the lowest index.
+    """The `k` largest along the last dimension, best first, ties to the lowest index; which of -inf come is left open.
 
     `torch.topk` promises no order among equal values, so on a CPU its result is put in order and used only where no
     tie crosses the boundary; otherwise, and on a GPU (where asking would wait for the device), distinct integer keys
@@ -74,7 +74,8 @@ def ordered_top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if scores.device.type == "cpu" and k < scores.shape[-1] and scores.shape[-1] > SMALL_SORT:
         values, indices = scores.topk(k, dim=-1)
-        if bool(((scores >= values[..., -1:]).sum(-1) == k).all()):
+        least = values[..., -1:]
+        if bool(((scores >= least).sum(-1) == k).logical_or(least.squeeze(-1) == -torch.inf).all()):
             order = _order_keys(values, indices).argsort(dim=-1, descending=True)
             return values.gather(-1, order), indices.gather(-1, order)
     indices = torch.arange(scores.shape[-1], device=scores.device)

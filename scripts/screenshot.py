@@ -1,6 +1,6 @@
 """Writes pictures of the real console: the default model answers a prompt, the screens are saved as SVG.
 
-    python scripts/screenshot.py [--folder docs] [--columns 100] [--rows 32]
+python scripts/screenshot.py [--folder docs] [--columns 100] [--rows 32]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
+from console.prompt_screen import PromptInput
 from runtime.config import RuntimeConfig
 from runtime.connect import open_runtime
 from runtime.interface import EngineState, Runtime
@@ -25,24 +27,28 @@ LOAD_S = 300.0
 ANSWER_S = 120.0
 
 
-async def reached(pilot: Pilot[int], app: ConsoleApp, what: str, limit_s: float) -> None:
-    """Waits until the engine is ready, or the answer under way has ended."""
+async def reached(pilot: Pilot[int], app: ConsoleApp, done: Callable[[], bool], limit_s: float) -> None:
+    """Waits until `done`, one second longer so that the screens have followed."""
     end = time.monotonic() + limit_s
-    while time.monotonic() < end:
+    while not done():
         status = app.view.status
         if status is not None and status.state is EngineState.FAILED:
             raise SystemExit(f"the engine failed: {status.reason}")
-        ready = status is not None and status.state is EngineState.READY
-        turns = app.prompt.conversation.turns
-        if ready and (what == "ready" or (turns and turns[-1].ended)):
-            await pilot.pause(1.0)
-            return
-        await pilot.pause(0.2)
-    raise SystemExit(f"not reached within {limit_s:.0f} s: {what}")
+        if time.monotonic() > end:
+            raise SystemExit(f"the console did not get that far within {limit_s:.0f} s")
+        await pilot.pause(0.1)
+    await pilot.pause(1.0)
+
+
+async def ask(pilot: Pilot[int], app: ConsoleApp) -> None:
+    """Types the question in a conversation of its own."""
+    await pilot.press("3", "n", "i")
+    app.prompt.query_one(PromptInput).insert(QUESTION)
+    await pilot.press("enter")
 
 
 async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Path]:
-    """Runs the console over `runtime` and saves its screens; returns the files."""
+    """Runs the console over `runtime`, first in chain, then in tree mode, and saves its screens."""
     app = ConsoleApp(runtime)
     files: list[Path] = []
 
@@ -51,25 +57,24 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
         path.write_text(app.export_screenshot(title="ddtree"), encoding="utf-8")
         files.append(path)
 
+    def ready() -> bool:
+        """Serving, and the baselines are measured, which takes an idle moment."""
+        status = app.view.status
+        return status is not None and status.state is EngineState.READY and bool(status.baselines)
+
     async with app.run_test(size=size) as pilot:
-        await reached(pilot, app, "ready", LOAD_S)
-        for mode_presses in (0, 1):
-            await pilot.press(*["m"] * mode_presses, "i", *QUESTION, "enter")
-            await pilot.pause(0.5)
-            await pilot.press("1")
-            await reached(pilot, app, "answered", ANSWER_S)
-            if not mode_presses:
-                await pilot.press("3", "n")
-        await pilot.press("m", "m", "u", "u")
-        await pilot.press("3", "n", "i", *QUESTION, "enter")
-        await pilot.pause(2.5)
+        await reached(pilot, app, ready, LOAD_S)
+        await pilot.press("m", "m")
+        await ask(pilot, app)
+        await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
+        await pilot.press("m")
+        await ask(pilot, app)
+        await reached(pilot, app, lambda: len(app.prompt.conversation.turns[-1].pieces) > 60, ANSWER_S)
+        save("console-prompt.svg")
         await pilot.press("1")
         await pilot.pause(1.0)
         save("console.svg")
-        await pilot.press("3")
-        await pilot.pause(0.5)
-        save("console-prompt.svg")
-        await reached(pilot, app, "answered", ANSWER_S)
+        app.exit(0)
     return files
 
 

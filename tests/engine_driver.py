@@ -97,5 +97,9 @@ def as_generate(request: Request, **fields: Any) -> GenerateRequest:
         logit_bias=dict(rule.logit_bias),
         logprobs=request.logprobs,
     )
-    given: dict[str, Any] = {"request_id": request.name, "prompt_token_ids": request.prompt, "sampling": sampling}
+    given: dict[str, Any] = {
+        "request_id": request.name,
+        "prompt_token_ids": request.prompt,
+        "sampling": sampling,
+    }
     return GenerateRequest(**(given | fields))

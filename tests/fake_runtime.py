@@ -64,6 +64,8 @@ class FakeRuntime:
         """Set: requests are rejected with it."""
         self.break_after: int | None = None
         """Set: streams break after that many rounds."""
+        self.errors: tuple[str, ...] = ()
+        self.calibration: str | None = None
         self.seen: list[GenerateRequest] = []
         self.closed = False
         self._state = EngineState.LOADING if loading else EngineState.READY
@@ -137,6 +139,8 @@ class FakeRuntime:
             slots_total=SLOTS,
             load_progress=self._progress,
             baselines=baselines,
+            errors=self.errors,
+            calibration=self.calibration,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:

@@ -25,7 +25,7 @@ from console.live_screen import LiveScreen
 from console.prompt_screen import PromptInput, PromptScreen
 from console.transcript import Transcript
 from runtime.config import RuntimeConfig
-from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
+from runtime.interface import EngineState, GenerateRequest, GpuSample, HostSample, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
 GIVE_UP_S = 10.0
@@ -122,9 +122,43 @@ async def test_without_a_gpu_the_host_is_shown_and_the_reason():
         assert "memory n/a" in driven.text("#host")
 
 
+async def test_gpus_have_a_row_each_with_na_for_what_they_do_not_tell():
+    runtime = FakeRuntime()
+    async with console(runtime, size=(80, 24)) as driven:
+        await driven.until(lambda: "CPU 43 %" in driven.text("#host"), "watching")
+        whole = GpuSample(
+            index=0,
+            name="NVIDIA H200",
+            utilisation=0.93,
+            memory_used=61 * 2**30,
+            memory_total=140 * 2**30,
+            power_w=512.0,
+            power_limit_w=700.0,
+            temperature_c=54.0,
+        )
+        lost = GpuSample(index=1, name="NVIDIA H200", state="lost, last reading 09:12:13")
+        runtime.emit(HostSample(host="box", time_s=time.time(), gpus=(whole, lost)))
+        await driven.until(lambda: "GPU 1" in driven.text("#host"), "rows")
+        first, second = driven.text("#host").splitlines()[-2:]
+        assert first == "GPU 0 NVIDIA H200         93 %  61.0 of 140 GiB  512/700 W  54 °C  ok"
+        assert second == "GPU 1 NVIDIA H200          n/a  n/a  n/a  n/a  lost, last reading 09:12:13"
+
+
 async def test_a_baseline_not_measured_yet_is_not_available():
     async with console(FakeRuntime(baseline_tok_s=None)) as driven:
         await driven.until(lambda: "plain baseline n/a" in driven.text("#speed"), "n/a")
+
+
+async def test_errors_of_the_engine_and_its_choice_of_a_budget_are_events(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("console.bridge.STATUS_S", 0.05)
+    runtime = FakeRuntime()
+    runtime.calibration = "budget 11, 74 of 61, 70 and 74 tok/s"
+    async with console(runtime) as driven:
+        await driven.until(lambda: "budget 11, 74 of 61" in driven.text("#events"), "calibration")
+        runtime.errors = ("3 slots leaked",)
+        await driven.until(lambda: "error 3 slots leaked" in driven.text("#events"), "error")
+        await driven.pilot.pause(0.3)
+        assert driven.text("#events").count("3 slots leaked") == 1
 
 
 # Changes
@@ -495,16 +529,15 @@ async def test_the_palette_runs_commands_and_pollers_survive_it():
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_key_works_on_every_screen_at_every_size(size: tuple[int, int]):
     async with console(FakeRuntime(round_s=0.002), size=size) as driven:
-        for name in ("1", "3"):
-            await driven.press(name)
+        for number, screen in (("1", LiveScreen), ("3", PromptScreen)):
+            await driven.press(number)
             keys = [key for key in driven.app.screen.active_bindings if key not in ("q", "ctrl+q", "ctrl+c")]
             for key in keys:
-                await driven.press(name, key)
-                await driven.pilot.pause()
-                while len(driven.app.screen_stack) > 1:
+                await driven.press(key)
+                while len(driven.app.screen_stack) > 1 or isinstance(driven.app.focused, PromptInput):
                     await driven.press("escape")
-                    await driven.pilot.pause()
-                await driven.press("escape")
+                if not isinstance(driven.app.screen, screen):
+                    await driven.press(number)
         assert not driven.app._exit
 
 

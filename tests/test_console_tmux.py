@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent
 GIVE_UP_S = 60.0
+SIZE = re.compile(r"rows \d+; columns \d+;")
 MODEL_GIVE_UP_S = 600.0
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -59,10 +61,22 @@ class Tmux:
     def ended(self, limit_s: float = GIVE_UP_S) -> str:
         """Waits for the end of the program, checks that the terminal is as before; returns the screen."""
         self.until("exit=", "\nsettled", limit_s=limit_s)
-        assert (self._folder / "before").read_text() == (self._folder / "after").read_text()
+        settings = [SIZE.sub("", (self._folder / name).read_text()) for name in ("before", "after")]
+        assert settings[0] == settings[1]
         flags = "#{alternate_on} #{mouse_any_flag} #{cursor_flag}"
         assert self.run("display-message", "-p", "-t", "w", flags).split() == ["0", "0", "1"]
         return self.screen()
+
+    def quit(self) -> str:
+        """Quits with `q`, confirms if asked; returns the screen after the end."""
+        self.keys("q")
+        end = time.monotonic() + GIVE_UP_S
+        while "exit=" not in (shown := self.screen()):
+            assert time.monotonic() < end, f"still running\n{shown}"
+            if "Quit ddtree?" in shown:
+                self.keys("y")
+            time.sleep(0.3)
+        return self.ended()
 
     def process(self) -> int:
         """Process id of the running program."""
@@ -110,10 +124,7 @@ def test_prompt_flips_and_quit_from_the_keyboard(tmux: Tmux):
     tmux.until("T 0.7", "1 running keep theirs")
     tmux.keys("1")
     tmux.until("[1 Live]", "before, with tree 16")
-    tmux.keys("q")
-    tmux.until("Quit ddtree?")
-    tmux.keys("y")
-    screen = tmux.ended()
+    screen = tmux.quit()
     assert "exit=0" in screen and "Traceback" not in screen
 
 
@@ -134,8 +145,7 @@ def test_output_of_libraries_lands_in_the_events_and_not_on_the_screen(tmux: Tmu
         (row,) = [row for row in screen.splitlines() if line in row]
         assert row.strip().endswith(line) and row.strip()[2] == ":"
     assert screen.splitlines()[0].strip().startswith("smollm2-135m-instruct")
-    tmux.keys("q")
-    assert "native library" not in tmux.ended()
+    assert "native library" not in tmux.quit()
 
 
 @needs_tmux
@@ -157,8 +167,7 @@ def test_signals_end_the_console_and_restore_the_terminal(tmux: Tmux, signal: st
 def test_an_engine_that_does_not_stop_is_not_waited_for(tmux: Tmux):
     tmux.start(fake("stuck"))
     tmux.until("[1 Live]", "ready")
-    tmux.keys("q")
-    assert "exit=0" in tmux.ended()
+    assert "exit=0" in tmux.quit()
 
 
 @needs_tmux
@@ -183,8 +192,7 @@ def test_stray_mouse_bytes_are_ignored(tmux: Tmux):
     assert "budget 11" in tmux.screen()
     tmux.keys("3")
     tmux.until("[3 Prompt]")
-    tmux.keys("q")
-    assert "exit=0" in tmux.ended()
+    assert "exit=0" in tmux.quit()
 
 
 @needs_tmux
@@ -198,10 +206,7 @@ def test_resizing_to_nothing_and_back_while_text_streams(tmux: Tmux):
         tmux.run("resize-window", "-t", "w", "-x", str(columns), "-y", str(rows))
         time.sleep(0.3)
     tmux.until("[3 Prompt]", "quick brown", "ready")
-    tmux.keys("q")
-    tmux.until("Quit ddtree?")
-    tmux.keys("y")
-    tmux.ended()
+    tmux.quit()
 
 
 @needs_tmux
@@ -217,10 +222,7 @@ def test_no_color_sends_no_colours(tmux: Tmux):
         str(code) for code in (*range(30, 39), *range(40, 49), *range(90, 98), *range(100, 108))
     }
     assert "4" in codes, "bonus tokens are underlined"
-    tmux.keys("q")
-    tmux.until("Quit ddtree?")
-    tmux.keys("y")
-    tmux.ended()
+    tmux.quit()
 
 
 @pytest.mark.case("C1")
@@ -260,7 +262,4 @@ def test_the_default_model_answers_a_typed_prompt(tmux: Tmux, default_checkpoint
     tmux.until("temperature, 0 to 2")
     tmux.keys("0.7", "Enter")
     tmux.until("T 0.7")
-    tmux.keys("q")
-    if "Quit ddtree?" in tmux.until("q"):
-        tmux.keys("y")
-    assert "exit=0" in tmux.ended()
+    assert "exit=0" in tmux.quit()

@@ -232,7 +232,7 @@ def test_requests_of_all_modes_in_one_batch_get_their_solo_texts(
         Request(f"r{i}", prompt_of(5 + 20 * i), 20, Rule(0.7 * (i % 2), top_k=9 * (i % 3), seed=i))
         for i in range(6)
     ]
-    drafter = scripted(tiny_reference, requests)
+    drafter = ConstructedDrafter(tiny_reference.scripts(requests))
     engine = make_engine(drafter, max_concurrency=3, prefill_chunk=16)
     clients = [ask(engine, as_generate(each, mode=MODES[i % 3])) for i, each in enumerate(requests)]
     most = 0
@@ -334,7 +334,7 @@ def test_mode_and_budget_act_from_the_next_round_while_the_stream_goes_on(
     make_engine: MakeEngine, tiny_reference: Reference
 ) -> None:
     following, fixed = Request("following", prompt_of(8), 60), Request("fixed", prompt_of(9), 60)
-    drafter = scripted(tiny_reference, [following, fixed])
+    drafter = ConstructedDrafter(tiny_reference.scripts([following, fixed]))
     engine = make_engine(drafter, mode="off")
     clients = [ask(engine, as_generate(following)), ask(engine, as_generate(fixed, mode="chain"))]
     plan: list[tuple[dict[str, Any], Callable[[RoundStats], bool]]] = [
@@ -368,7 +368,7 @@ def test_temperature_reaches_later_requests_and_never_a_running_one(make_engine:
 
 def test_figures_of_a_request_count_what_they_say(make_engine: MakeEngine, tiny_reference: Reference) -> None:
     request = Request("r", prompt_of(12), 30)
-    engine = make_engine(scripted(tiny_reference, [request]), tree_budget=16)
+    engine = make_engine(ConstructedDrafter(tiny_reference.scripts([request])), tree_budget=16)
     client = ask(engine, as_generate(request))
     rounds = rounds_of(engine)
     stats = client.finished.stats
@@ -388,7 +388,6 @@ def test_a_request_without_a_drafter_says_why_it_is_plain(make_engine: MakeEngin
     finished = answer(engine, prompt_of(5))
     assert finished.stats.plain_reason == "no drafter, as configured (drafter = 'none')"
     assert finished.stats.accept_length == 1.0
-    assert torch.get_num_threads() == 1
 
 
 def test_unfit_defaults_never_exceed_the_reserved_slots(make_engine: MakeEngine) -> None:

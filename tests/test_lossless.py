@@ -10,23 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_sampler
+import round_driver
 import tiny_models
 import torch
+from constructed import ConstructedDrafter, Reference, Request, Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_sampler import Rule
+from round_driver import Slots, Tally, decode, with_draft
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    ConstructedDrafter,
-    Reference,
-    Request,
-    Script,
-    Slots,
-    Tally,
-    decode,
-    tiny_config,
-    with_draft,
-)
+from tiny_models import tiny_config
 from torch import Tensor
 
 from runtime import round as round_module
@@ -379,8 +372,8 @@ def test_the_first_three_tokens_have_the_target_s_exact_distribution(
     small: tuple[Models, Listed], rule: Rule
 ) -> None:
     models, listed = small
-    first = tiny_models.start(models, Request("prefix", PROMPT, 8))
-    tiny_models.run_prefill(models, first)
+    first = round_driver.start(models, Request("prefix", PROMPT, 8))
+    round_driver.run_prefill(models, first)
     tally, counts = Tally(), np.zeros(SMALL**3)
     for start in range(0, len(SEEDS), BATCH):
         said = first_tokens(models, rule, SEEDS[start : start + BATCH], first.extent, tally)

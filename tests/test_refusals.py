@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import round_driver
 import tiny_models
 import torch
+from constructed import Request
+from engine_driver import MakeEngine, answer
 from safetensors.torch import load_file, save_file
-from tiny_models import answer, tiny_config, tiny_engine
+from tiny_models import tiny_config
 
 from runtime.interface import ConfigRejected
 from runtime.loader import load
+from runtime.round import decode_round
+from runtime.sequence import Speculation
 from runtime.target import TargetModel
 
 VOCAB = 288
@@ -101,10 +106,9 @@ def test_taps_in_another_order_are_kept_in_the_given_one(target: Path, drafter: 
     features = []
     for folder in (drafter, swapped):
         models = load(tiny_config(target, folder)).models
-        sequence = tiny_models.start(models, tiny_models.Request("r", (1, 2, 3)))
-        tiny_models.run_prefill(models, sequence)
-        outcome = tiny_models.decode_round(models, [sequence], [tiny_models.Speculation()])
-        assert len(outcome.sequences[0].tokens) == 1
+        sequence = round_driver.start(models, Request("r", (1, 2, 3)))
+        round_driver.run_prefill(models, sequence)
+        decode_round(models, [sequence], [Speculation()])
         features.append(sequence.pending[0])
     assert torch.equal(features[1], features[0].roll(32, -1)) and not torch.equal(*features)
 
@@ -158,12 +162,11 @@ def test_a_block_longer_than_trained_is_refused(target: Path, drafter: Path, blo
 
 
 @pytest.mark.case("A12")
-def test_a_refused_block_size_leaves_the_running_engine_serving(target: Path, drafter: Path) -> None:
-    config = tiny_config(target, drafter)
-    engine = tiny_engine(config)
+def test_a_refused_block_size_leaves_the_running_engine_serving(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     before = answer(engine, (1, 2, 3)).token_ids
-    with pytest.raises(ConfigRejected):
-        load(config.changed({"block_size": 16}))
+    with pytest.raises(ConfigRejected, match="16 is above the 8"):
+        load(engine.config.changed({"block_size": 16}))
     assert answer(engine, (1, 2, 3)).token_ids == before
 
 

@@ -8,17 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference_sampler
-import tiny_models
 import torch
+from constructed import ConstructedDrafter, Reference, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_sampler import Rule
-from tiny_models import ConstructedDrafter, Decoded, Reference, Request, decode, with_draft
+from round_driver import Decoded, decode, with_draft
+from tiny_models import tiny_config
 
 from runtime.loader import Loaded, load
 from runtime.noise import MAX_GUMBEL, derived_seed, draw_seed, gumbel_rows, philox4x32, signed_seed
 from runtime.sampling import (
     GREEDY_BELOW,
+    SMALL_SORT,
     RowContext,
     Sampling,
     adjust_logits,
@@ -35,20 +37,8 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sampling")
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> Loaded:
-    target = tiny_models.write_target(folder / "target", vocab_size=VOCAB)
-    drafter = tiny_models.write_drafter(folder / "drafter", target)
-    return load(tiny_models.tiny_config(target, drafter))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path, loaded: Loaded) -> Reference:
-    return Reference(folder / "target", VOCAB)
+def loaded(tiny_folder: Path) -> Loaded:
+    return load(tiny_config(tiny_folder / "target", tiny_folder / "drafter"))
 
 
 def words(counter: int, key: int) -> list[int]:
@@ -119,11 +109,17 @@ def test_choices_of_one_request_have_seeds_of_their_own() -> None:
 @given(
     st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, float("-inf"), 1e-30]), min_size=1, max_size=12),
     st.integers(1, 12),
+    st.sampled_from([0, SMALL_SORT]),
 )
-def test_ordered_top_breaks_ties_to_the_lowest_index(values: list[float], k: int) -> None:
-    k = min(k, len(values))
-    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
-    assert ordered_top(torch.tensor([values]), k)[1][0].tolist() == expected
+def test_ordered_top_breaks_ties_to_the_lowest_index(values: list[float], k: int, more: int) -> None:
+    """Which of the impossible come last is left open."""
+    scores = torch.tensor([values + [-2.0] * more])
+    k = min(k, scores.shape[1])
+    top, indices = ordered_top(scores, k)
+    order = sorted(range(scores.shape[1]), key=lambda i: (-float(scores[0, i]), i))
+    possible = [i for i in order[:k] if scores[0, i] > -torch.inf]
+    assert indices[0, : len(possible)].tolist() == possible
+    assert len(set(indices[0].tolist())) == k and torch.equal(top, scores.gather(1, indices))
 
 
 def test_exact_ties_choose_the_lowest_token_in_every_path() -> None:
@@ -252,10 +248,10 @@ def test_penalties_count_each_node_s_own_ancestors() -> None:
 
 
 def in_both_modes(
-    loaded: Loaded, reference: Reference, requests: list[Request]
+    loaded: Loaded, tiny_reference: Reference, requests: list[Request]
 ) -> tuple[list[Decoded], list[Decoded], list[tuple[int, ...]]]:
     """Plain and tree results with the constructed drafter, and what the second implementation says."""
-    scripts = reference.scripts([replace(each, rule=replace(each.rule)) for each in requests])
+    scripts = tiny_reference.scripts(requests)
     models = with_draft(loaded.models, ConstructedDrafter(scripts))
     plain = decode(models, requests, [Speculation()] * len(requests))
     tree = decode(models, requests, [Speculation("tree", 12)] * len(requests))
@@ -275,11 +271,11 @@ def in_both_modes(
     ids=["frequency", "presence", "repetition", "all sampled"],
 )
 def test_penalties_in_a_tree_equal_the_run_without_one(
-    loaded: Loaded, reference: Reference, rule: Rule
+    loaded: Loaded, tiny_reference: Reference, rule: Rule
 ) -> None:
     prompts = [(9, 9, 9, 4) * 4, (17, 3) * 6]
     requests = [Request(f"p{i}", prompt, 32, rule) for i, prompt in enumerate(prompts)]
-    plain, tree, expected = in_both_modes(loaded, reference, requests)
+    plain, tree, expected = in_both_modes(loaded, tiny_reference, requests)
     unpenalised = decode(
         loaded.models, [replace(each, rule=Rule()) for each in requests], [Speculation()] * 2
     )
@@ -289,12 +285,12 @@ def test_penalties_in_a_tree_equal_the_run_without_one(
 
 
 @pytest.mark.case("A05")
-def test_min_tokens_holds_inside_an_accepted_run(loaded: Loaded, reference: Reference) -> None:
-    free = reference.scripts([Request("free", (30, 31, 32), 24)])["free"].outputs
+def test_min_tokens_holds_inside_an_accepted_run(loaded: Loaded, tiny_reference: Reference) -> None:
+    free = tiny_reference.scripts([Request("free", (30, 31, 32), 24)])["free"].outputs
     stop = frozenset({free[2]})
     cut = Request("cut", (30, 31, 32), 24, Rule(stop_token_ids=stop))
     held = Request("held", (30, 31, 32), 24, Rule(stop_token_ids=stop, min_tokens=8))
-    plain, tree, expected = in_both_modes(loaded, reference, [cut, held])
+    plain, tree, expected = in_both_modes(loaded, tiny_reference, [cut, held])
     assert plain[0].token_ids == tree[0].token_ids == free[: free.index(free[2]) + 1]
     assert tree[0].finish == "stop"
     assert plain[1].token_ids == tree[1].token_ids == expected[1][: len(tree[1].token_ids)]
@@ -303,11 +299,13 @@ def test_min_tokens_holds_inside_an_accepted_run(loaded: Loaded, reference: Refe
 
 @pytest.mark.case("A06")
 @pytest.mark.parametrize("rule", [Rule(), Rule(temperature=1.0, seed=5, top_k=20, frequency_penalty=0.5)])
-def test_every_token_has_the_logprob_of_its_own_row(loaded: Loaded, reference: Reference, rule: Rule) -> None:
+def test_every_token_has_the_logprob_of_its_own_row(
+    loaded: Loaded, tiny_reference: Reference, rule: Rule
+) -> None:
     request = Request("logprobs", (40, 41, 42, 43), 16, rule, logprobs=2)
-    plain, tree, _ = in_both_modes(loaded, reference, [request])
+    plain, tree, _ = in_both_modes(loaded, tiny_reference, [request])
     text = [*request.prompt, *tree[0].token_ids]
-    table = reference.logits([text])[0].log_softmax(-1)
+    table = tiny_reference.logits([text])[0].log_softmax(-1)
     assert tree[0].token_ids == plain[0].token_ids
     assert len(tree[0].logprobs) == len(plain[0].logprobs) == 16
     for i, (mine, theirs) in enumerate(zip(tree[0].logprobs, plain[0].logprobs, strict=True)):
@@ -320,11 +318,11 @@ def test_every_token_has_the_logprob_of_its_own_row(loaded: Loaded, reference: R
 
 
 @pytest.mark.case("A06")
-def test_no_logprob_is_given_behind_the_stop(loaded: Loaded, reference: Reference) -> None:
+def test_no_logprob_is_given_behind_the_stop(loaded: Loaded, tiny_reference: Reference) -> None:
     request = Request("stopping", (40, 41, 42, 43), 16, logprobs=0)
-    outputs = reference.scripts([request])["stopping"].outputs
+    outputs = tiny_reference.scripts([request])["stopping"].outputs
     stopping = replace(request, rule=Rule(stop_token_ids=frozenset({outputs[9]})))
-    _, tree, _ = in_both_modes(loaded, reference, [stopping])
+    _, tree, _ = in_both_modes(loaded, tiny_reference, [stopping])
     assert tree[0].finish == "stop"
     assert len(tree[0].logprobs) == len(tree[0].token_ids) == outputs.index(outputs[9]) + 1
 

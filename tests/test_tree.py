@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.round import DraftTree, accept_path, ancestor_mask, build_tree
+from runtime.sampling import SMALL_SORT
+from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree
 
 Node = tuple[int, int, int]
 """Token, parent's index, depth."""
@@ -33,14 +34,16 @@ def nodes_of(tree: DraftTree, row: int = 0) -> list[Node]:
 def brute_force(log_probs: Tensor, budget: int) -> list[Node]:
     """All paths, sorted: higher score, lower depth, lower rank of the last token, earlier parent."""
     depth, vocab = log_probs.shape
+    possible = [[token for token in range(vocab) if row[token] > float("-inf")] for row in log_probs.tolist()]
     ranks = [
-        sorted(range(vocab), key=lambda token, row=row: (-float(row[token]), token)) for row in log_probs
+        sorted(tokens, key=lambda token, row=row: (-float(row[token]), token))
+        for row, tokens in zip(log_probs, possible, strict=True)
     ]
     level: list[tuple[Tensor, tuple[int, ...]]] = [(torch.zeros(()), ())]
     everything: list[tuple[float, int, int, tuple[int, ...]]] = []
     for d in range(depth):
         paths = [
-            (score + log_probs[d, token], (*path, token)) for score, path in level for token in range(vocab)
+            (score + log_probs[d, token], (*path, token)) for score, path in level for token in possible[d]
         ]
         level = [(score, path) for score, path in paths if float(score) > float("-inf")]
         everything += [(-float(score), d + 1, ranks[d].index(path[-1]), path) for score, path in level]
@@ -79,11 +82,12 @@ def best_first(log_probs: Tensor, budget: int) -> list[Node]:
 
 @st.composite
 def rough_log_probs(draw: st.DrawFn) -> Tensor:
-    """Small tables of few distinct values, so that ties and -inf are common."""
+    """Tables of few distinct values, so that ties and -inf are common; some as wide as a real vocabulary."""
     depth, vocab = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     value = st.sampled_from([-0.5, -0.5, -1.0, -2.0, -4.0, 0.0, -0.0, float("-inf")])
     rows = draw(st.lists(st.lists(value, min_size=vocab, max_size=vocab), min_size=depth, max_size=depth))
-    return torch.tensor(rows)
+    never = [float("-inf")] * (SMALL_SORT + 1 if draw(st.booleans()) else 0)
+    return torch.tensor([[*row, *never] for row in rows])
 
 
 def smooth_log_probs(seed: int, depth: int, vocab: int, sharpness: float, batch: int = 1) -> Tensor:
@@ -113,7 +117,7 @@ def test_tree_equals_brute_force_on_random_log_probabilities(
 def test_tree_equals_best_first_search_on_drafter_like_log_probabilities(
     sharpness: float, budget: int
 ) -> None:
-    log_probs = smooth_log_probs(budget, 7, 2000, sharpness, batch=6)
+    log_probs = smooth_log_probs(budget, 7, 2 * SMALL_SORT, sharpness, batch=6)
     tree = build_tree(log_probs, budget)
     for row in range(6):
         assert nodes_of(tree, row) == best_first(log_probs[row], budget)
