@@ -64,12 +64,15 @@ def interpolate(points: Mapping[int, float], at: int) -> float:
 
 
 @torch.inference_mode()
-def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float]:
-    """Median seconds of one target forward with logits over `rows` new rows behind a short prefix, on idle slots."""
+def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float] | None:
+    """Median seconds of one target forward with logits over `rows` new rows behind a short prefix, on idle slots.
+
+    None where the slots are too few.
+    """
     target, cache = loaded.models.target, loaded.models.cache
     extent = cache.allocate(CONTEXT_ROWS + max(rows))
     if extent is None:
-        raise RuntimeError("calibration needs free slots; run it before requests")
+        return None
     try:
         return {count: statistics.median(_time_rows(target, cache, extent.start, count)) for count in rows}
     finally:
@@ -96,10 +99,11 @@ def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:
     """
     accepts = measured_accept_lengths(loaded)
     allowed = [budget for budget in CANDIDATE_BUDGETS if budget <= loaded.limits.max_tree_budget]
-    if not accepts or not allowed:
-        budget = min(FALLBACK_BUDGET, loaded.limits.max_tree_budget)
-        return Calibration(budget, {}, f"tree budget {budget}: the drafter brings no measured accept lengths")
     verify = verify_seconds(loaded, [1, *(budget + 1 for budget in allowed)])
+    if not accepts or not allowed or verify is None:
+        budget = min(FALLBACK_BUDGET, loaded.limits.max_tree_budget)
+        reason = "too few slots to measure" if accepts else "the drafter brings no measured accept lengths"
+        return Calibration(budget, {}, f"tree budget {budget}: {reason}")
     predicted = {0: 1 / verify[1]}
     for budget in allowed:
         predicted[budget] = interpolate(accepts, budget) / (verify[budget + 1] + draft_seconds)
@@ -150,6 +154,15 @@ def measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[
     return tuple(baselines)
 
 
+def _prompt_ids(loaded: Loaded) -> tuple[int, ...]:
+    """The fixed prompt as a chat where the model has a template, else as plain text."""
+    try:
+        ids = loaded.tokenizer.apply_chat_template([{"role": "user", "content": BASELINE_PROMPT}])
+    except ValueError:
+        ids = loaded.tokenizer.encode(BASELINE_PROMPT)
+    return tuple(token for token in ids if token < loaded.limits.vocab_size)
+
+
 def _run(
     engine: Engine,
     mode: Mode,
@@ -165,11 +178,16 @@ def _run(
         if isinstance(event, RequestFinished):
             finished.append(event)
 
+    limits = engine.loaded.limits
+    room = min(limits.max_seq_len, limits.kv_slots - limits.slot_reserve)
+    if room < 2:
+        return None
+    tokens = min(tokens, room - 1)
     request = GenerateRequest(
-        prompt=BASELINE_PROMPT,
+        prompt_token_ids=_prompt_ids(engine.loaded)[: room - tokens],
         sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
         mode=mode,
-        tree_budget=min(budget, engine.loaded.limits.max_tree_budget),
+        tree_budget=min(budget, limits.max_tree_budget),
         reuse_prefix=False,
         client="calibration",
     )
@@ -181,4 +199,4 @@ def _run(
         stats = engine.step()
         if stats is not None:
             stages.append(stats.stage_s)
-    return finished[0].stats.tok_s
+    return finished[0].stats.tok_s or 0.0

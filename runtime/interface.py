@@ -124,7 +124,7 @@ class TokenPiece(Frozen):
 
 
 class RequestAdmitted(Frozen):
-    """First event of every stream."""
+    """First event of a stream; absent where the request was cancelled while it waited."""
 
     kind: Literal["admitted"] = "admitted"
     request_id: str

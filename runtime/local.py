@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import platform
 import queue
@@ -93,6 +94,7 @@ class LocalRuntime:
         self._errors: tuple[str, ...] = ()
         self._engine: Engine | None = None
         self._started_at = time.time()
+        self._serial = itertools.count(1)
         self._closing = threading.Event()
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddtree-engine", daemon=True)
@@ -170,13 +172,18 @@ class LocalRuntime:
             with contextlib.suppress(RuntimeError):  # the caller's loop has closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        request_id = await self._call(lambda engine: engine.submit(request, sink))
+        request_id = request.request_id or f"r{next(self._serial)}"
+        numbered = request.model_copy(update={"request_id": request_id})
         finished = False
         try:
+            await self._call(lambda engine: engine.submit(numbered, sink))
             while not finished:
                 event = await events.get()
                 finished = isinstance(event, RequestFinished)
                 yield event
+        except RuntimeFault:
+            finished = True
+            raise
         finally:
             if not finished:
                 self._post(lambda engine: engine.cancel(request_id))
@@ -237,11 +244,13 @@ class LocalRuntime:
         self._commands.put(None)
         while self._thread.is_alive():
             await asyncio.sleep(0.01)
+        self._obey(block=False)  # what came while the thread ended, so that no caller waits for ever
 
     async def _call(self, act: Callable[[Engine], T]) -> T:
         """Runs `act` in the engine's thread between two rounds and returns its result."""
-        if self._state is not EngineState.READY:
-            raise RuntimeUnavailable(f"the engine is {self._state.value}: {self._reason}")
+        if self._closing.is_set() or self._state is not EngineState.READY:
+            state = "closed" if self._closing.is_set() else f"{self._state.value}: {self._reason}"
+            raise RuntimeUnavailable(f"the engine is {state}")
         future: Future[T] = Future()
 
         def command() -> None:
@@ -327,13 +336,12 @@ class LocalRuntime:
 
     def _obey(self, block: bool) -> None:
         """Runs waiting commands; with `block`, waits for one."""
-        try:
-            command = self._commands.get(block=block)
-            while command is not None:
-                command()
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get(block=block)
+                block = False
+                if command is not None:
+                    command()
 
     def _fail(self, error: RuntimeFault) -> None:
         self._load_error = error

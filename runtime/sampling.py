@@ -134,7 +134,7 @@ def _candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         tail_out = probs[:, -1].max() < sampling.min_p * probs[:, 0].min() if sampling.min_p else False
         if reached or tail_out or width == vocab:
             break
-        width = vocab
+        width = min(8 * width, vocab)
     keep = (
         probs.cumsum(-1) - probs < sampling.top_p
         if sampling.top_p < 1

@@ -47,9 +47,8 @@ def build_tree(
     device = log_probs.device
     width = min(ranks or tree_budget, vocab)
     if tree_budget == 0 or horizon == 0:
-        return _assemble(
-            roots, log_probs.new_empty(batch, 0), *(torch.empty(batch, 0, dtype=torch.int64),) * 3
-        )
+        nothing = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        return _assemble(roots, log_probs.new_empty(batch, 0), (nothing, nothing, nothing), 0)
     top_values, top_ids = ordered_top(log_probs, width)
 
     # Depth by depth: score, token and the parent's place in the depth before. Candidates lie rank-major, so the
@@ -77,40 +76,42 @@ def build_tree(
     depths = torch.arange(1, horizon + 1, device=device).repeat_interleave(
         torch.tensor(counts, device=device)
     )
-    return _assemble(
-        roots,
-        node_scores,
-        torch.cat(kept_tokens, 1).gather(1, order),
-        torch.cat(parents, 1).gather(1, order),
-        depths.expand(batch, -1).gather(1, order),
-    )
+    columns = (torch.cat(kept_tokens, 1), torch.cat(parents, 1), depths.expand(batch, -1))
+    token_ids, parent_places, node_depths = (column.gather(1, order) for column in columns)
+    return _assemble(roots, node_scores, (token_ids, parent_places, node_depths), min(horizon, tree_budget))
 
 
 def _assemble(
-    roots: Tensor | None, scores: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
+    roots: Tensor | None, scores: Tensor, columns: tuple[Tensor, Tensor, Tensor], levels: int
 ) -> DraftTree:
-    """Puts the root before nodes `[batch, n]` and derives ancestor mask and sizes; nodes of score -inf are invalid."""
-    batch, device = scores.shape[0], scores.device
-    front = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    """Puts the root before the nodes and derives ancestor mask and sizes; nodes of score -inf are invalid.
+
+    `scores [batch, n]`; `columns` are token ids, parents (root: 0; -1 behind an invalid node) and depths `[batch, n]`.
+    """
+    batch = scores.shape[0]
+    front = torch.zeros(batch, 1, dtype=torch.int64, device=scores.device)
     root_ids = front if roots is None else roots.view(batch, 1)
-    parents = torch.cat((front, parents.to(device).clamp_min(0)), 1)
-    depths = torch.cat((front, depths.to(device)), 1)
+    token_ids, parents, depths = columns
+    parents = torch.cat((front, parents.clamp_min(0)), 1)
     return DraftTree(
-        token_ids=torch.cat((root_ids, token_ids.to(device)), 1),
+        token_ids=torch.cat((root_ids, token_ids), 1),
         parents=parents,
-        depths=depths,
+        depths=torch.cat((front, depths), 1),
         log_probs=torch.cat((scores.new_zeros(batch, 1), scores), 1),
-        ancestor_mask=ancestor_mask(parents, depths),
+        ancestor_mask=ancestor_mask(parents, levels),
         sizes=1 + (scores > -torch.inf).sum(1),
     )
 
 
-def ancestor_mask(parents: Tensor, depths: Tensor) -> Tensor:
-    """Bool `[batch, nodes, nodes]` from `parents` and `depths [batch, nodes]`: True where row's node may attend."""
+def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
+    """Bool `[batch, nodes, nodes]`, True where the row's node may attend: its ancestors and itself.
+
+    `parents [batch, nodes]` (root: 0); no node lies deeper than `levels`.
+    """
     nodes = parents.shape[1]
     mask = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(parents.shape[0], 1, 1)
     current = torch.arange(nodes, device=parents.device).expand_as(parents)
-    for _ in range(min(nodes - 1, int(depths.shape[1]))):
+    for _ in range(levels):
         current = parents.gather(1, current)
         mask.scatter_(2, current.unsqueeze(2), True)
     return mask

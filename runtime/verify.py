@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.admission import admit
 from runtime.attention import Segment, Step, causal_mask
 from runtime.calibrate import calibrate
 from runtime.config import RuntimeConfig
@@ -270,5 +271,6 @@ def _decode(
 
 
 def _prompt_ids(engine: Engine, prompt: dict[str, Any]) -> tuple[int, ...]:
-    messages = prompt.get("messages") or ({"role": "user", "content": prompt["prompt"]},)
-    return tuple(engine.loaded.tokenizer.apply_chat_template([dict(message) for message in messages]))
+    return admit(
+        GenerateRequest(**prompt), engine.config, engine.loaded.limits, engine.loaded.tokenizer
+    ).prompt

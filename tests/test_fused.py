@@ -96,7 +96,7 @@ def test_both_decoders_equal_transformers_in_prefill_and_in_a_tree(tmp_path: Pat
     folder = tiny_models.write_target(tmp_path / "target", family, vocab_size=VOCAB, **config)
     text, tokens = prompt_of(25), prompt_of(6, 2)
     parents, depths = torch.tensor([[0, 0, 0, 1, 3, 2]]), torch.tensor([[0, 1, 1, 2, 3, 2]])
-    tree = Tree(tokens, ancestor_mask(parents, depths)[0], depths[0])
+    tree = Tree(tokens, ancestor_mask(parents, int(depths.max()))[0], depths[0])
     reference = Reference(folder, VOCAB)
     paths = ([0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 2, 5])
     branches = [reference.logits([[*text, *(tokens[i] for i in path)]])[0, -1:] for path in paths]

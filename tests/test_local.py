@@ -103,3 +103,25 @@ async def _nodes(runtime: LocalRuntime, nodes: list[int]) -> None:
     async for event in runtime.watch():
         if event.kind == "round":
             nodes.append(event.nodes)
+
+
+async def test_requests_that_come_while_it_closes_are_answered(folders: tuple[Path, Path]) -> None:  # noqa: F811
+    runtime = LocalRuntime(tiny_config(*folders))
+    await runtime.wait_ready()
+    closing = asyncio.create_task(runtime.aclose())
+    late = [asyncio.create_task(collect(runtime, ask())) for _ in range(3)]
+    async with asyncio.timeout(5):
+        outcomes = await asyncio.gather(*late, return_exceptions=True)
+        await closing
+    assert all(isinstance(each, RuntimeUnavailable | list) for each in outcomes)
+
+
+@pytest.mark.parametrize("limits", [{"max_seq_len": 32}, {"kv_slots": 96, "max_tree_budget": 8}])
+async def test_small_limits_do_not_keep_it_from_starting(
+    folders: tuple[Path, Path],  # noqa: F811
+    limits: dict[str, int],
+) -> None:
+    runtime = LocalRuntime(tiny_config(*folders, tree_budget="auto", **limits))
+    await runtime.wait_ready()
+    assert (await collect(runtime, ask(max_tokens=4)))[-1].reason in ("length", "stop")
+    await runtime.aclose()

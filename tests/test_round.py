@@ -76,7 +76,7 @@ def test_a_scattered_path_is_committed_as_if_fed_one_by_one(loaded: Loaded, slot
     sequence = slots.begin(Request("scattered", prompt_of(9), 40))
     parents = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
     depths = torch.tensor([[0, 1, 1, 2, 2, 2, 2]])
-    mask = ancestor_mask(parents, depths)[0]
+    mask = ancestor_mask(parents, int(depths.max()))[0]
     for number in range(3):
         base = sequence.committed_len
         nodes = [sequence.token_ids[-1], *prompt_of(6, 50 + number)]
