@@ -19,11 +19,12 @@ from runtime.engine import Engine
 from runtime.interface import Baseline, GenerateRequest, Mode, RequestFinished, SamplingParams
 from runtime.loader import Loaded
 
-CANDIDATE_BUDGETS = (4, 6, 8, 11, 16, 24, 31)
+CANDIDATE_BUDGETS = (4, 7, 11, 15, 23, 31)
+"""Trees of 5, 8, 12, 16, 24, 32 rows, root included: matrix libraries work in blocks of 8 or 16 rows."""
 FALLBACK_BUDGET = 11
 """Used where the drafter brings no measured accept lengths."""
 CONTEXT_ROWS = 128
-REPEATS = 4
+REPEATS = 5
 BASELINE_PROMPT = "Explain in a few sentences why the sky is blue and sunsets are red."
 BASELINE_TOKENS = 24
 
@@ -65,7 +66,7 @@ def interpolate(points: Mapping[int, float], at: int) -> float:
 
 @torch.inference_mode()
 def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float] | None:
-    """Median seconds of one target forward with logits over `rows` new rows behind a short prefix, on idle slots.
+    """Least seconds of one target forward with logits over `rows` new rows behind a short prefix, on idle slots.
 
     None where the slots are too few.
     """
@@ -74,7 +75,7 @@ def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float] | No
     if extent is None:
         return None
     try:
-        return {count: statistics.median(_time_rows(target, cache, extent.start, count)) for count in rows}
+        return {count: min(_time_rows(target, cache, extent.start, count)) for count in rows}
     finally:
         cache.free(extent)
 
@@ -89,7 +90,7 @@ def _time_rows(target, cache, start: int, rows: int) -> list[float]:  # type: ig
         begin = time.perf_counter()
         target.logits(target.forward(token_ids, positions, step).hidden).argmax(-1).tolist()
         seconds.append(time.perf_counter() - begin)
-    return seconds[1:]
+    return seconds
 
 
 def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:

@@ -55,8 +55,18 @@ class OneDnnLinear:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
-Linear = PlainLinear | MklLinear | OneDnnLinear
-LinearFactory = type[PlainLinear] | type[MklLinear] | type[OneDnnLinear]
+class RoundedLinear:
+    """oneDNN's bfloat16 product between float32 activations, for a drafter: it moves proposals, never the text."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._inner = OneDnnLinear(weight.bfloat16(), None if bias is None else bias.bfloat16())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._inner(x.bfloat16()).to(x.dtype)
+
+
+Linear = PlainLinear | MklLinear | OneDnnLinear | RoundedLinear
+LinearFactory = type[PlainLinear] | type[MklLinear] | type[OneDnnLinear] | type[RoundedLinear]
 KINDS: dict[str, LinearFactory] = {"plain": PlainLinear, "mkl": MklLinear, "onednn": OneDnnLinear}
 
 
@@ -103,6 +113,27 @@ def choose_linear(setting: str, dtype: torch.dtype, device: torch.device) -> tup
             f"linear = 'prepacked' is not possible here: {'; '.join(reasons)}; use 'auto' or 'plain'"
         )
     return PlainLinear, f"plain ({'; '.join(reasons)})"
+
+
+def choose_draft_linear(
+    target: LinearFactory, dtype: torch.dtype, device: torch.device
+) -> tuple[LinearFactory, str]:
+    """The layer kind for a drafter beside a target that runs `target`, and what to say of it ("" = the same).
+
+    Where the processor multiplies bfloat16 in hardware, drafting takes half the time that way; its weights are
+    published in bfloat16, and what it proposes is judged by the target in full precision.
+    """
+    if device.type != "cpu" or dtype != torch.float32 or target is PlainLinear or not _multiplies_bfloat16():
+        return target, ""
+    if probe(OneDnnLinear, torch.bfloat16) is not None:
+        return target, ""
+    return RoundedLinear, ", drafter in bfloat16"
+
+
+def _multiplies_bfloat16() -> bool:
+    """True with AMX or AVX512-BF16; elsewhere torch only emulates it, several times slower than float32."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(bool(getattr(torch.cpu, name, bool)()) for name in names)
 
 
 class LinearModule(nn.Module):

@@ -16,7 +16,7 @@ from runtime.drafter import DrafterConfig, DrafterMismatch, load_drafter, read_d
 from runtime.fused import FusedDrafter
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
-from runtime.linear import choose_linear
+from runtime.linear import choose_draft_linear, choose_linear
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.round import Models
 from runtime.target import TargetModel
@@ -67,13 +67,20 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         limits = _limits(config, checkpoint, tokenizer, drafter_config)
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
-        taps = drafter_config.target_layer_ids if drafter_config else ()
-        target = TargetModel(checkpoint, taps=taps, dtype=dtype, device=device, linear=factory)
+        draft_factory, beside = choose_draft_linear(factory, dtype, device)
+        target = TargetModel(
+            checkpoint,
+            taps=drafter_config.target_layer_ids if drafter_config else (),
+            dtype=dtype,
+            device=device,
+            linear=factory,
+            draft_linear=draft_factory if drafter_config else None,
+        )
         target.limit_vocabulary(tokenizer.vocab_size)
         progress(0.8, "loading the drafter")
         drafter: FusedDrafter | None = None
         if folder is not None and drafter_config is not None:
-            drafter = FusedDrafter(load_drafter(folder, drafter_config, dtype, device), factory)
+            drafter = FusedDrafter(load_drafter(folder, drafter_config, dtype, device), draft_factory)
     except (CheckpointError, DrafterMismatch) as refused:
         raise ConfigRejected(
             str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
@@ -95,7 +102,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         limits=limits,
         drafter_path=folder,
         no_drafter_reason=reason,
-        linear=linear + ("" if target.fused else ", transformers modules"),
+        linear=linear + (beside if drafter else "") + ("" if target.fused else ", transformers modules"),
         threads=threads,
         target_digest=digest,
         notes=_notes(folder, digest),

@@ -176,7 +176,7 @@ def drafter_logits(models: Models, batch: Seq[Sequence]) -> Tensor:
     ]
     step = Step.of(cache.drafter, segments)
     hidden = drafter.forward(target.embed(block_ids.flatten()), positions.flatten(), step)
-    return target.logits(hidden.view(len(batch), size, -1)[:, 1:])
+    return target.draft_logits(hidden.view(len(batch), size, -1)[:, 1:])
 
 
 def verify_tree(

@@ -68,15 +68,18 @@ class RowContext:
 def ordered_top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest along the last dimension, best first, ties to the lowest index; which of -inf come is left open.
 
-    `torch.topk` promises no order among equal values, so on a CPU its result is put in order and used only where no
-    tie crosses the boundary; otherwise, and on a GPU (where asking would wait for the device), distinct integer keys
-    of value and index decide. Returns values and indices `[..., k]`.
+    `torch.topk` promises no order among equal values. On a CPU its result is taken wide enough to hold all that tie at
+    the boundary and then put in order; where too many tie, and on a GPU (where asking would wait for the device),
+    distinct integer keys of value and index decide. Returns values and indices `[..., k]`.
     """
     if scores.device.type == "cpu" and k < scores.shape[-1] and scores.shape[-1] > SMALL_SORT:
         values, indices = scores.topk(k, dim=-1)
         least = values[..., -1:]
-        if bool(((scores >= least).sum(-1) == k).logical_or(least.squeeze(-1) == -torch.inf).all()):
-            order = _order_keys(values, indices).argsort(dim=-1, descending=True)
+        tied = (scores >= least).sum(-1).masked_fill(least.squeeze(-1) == -torch.inf, k)
+        width = int(tied.max())
+        if width <= 4 * k:
+            values, indices = scores.topk(width, dim=-1) if width > k else (values, indices)
+            order = _order_keys(values, indices).argsort(dim=-1, descending=True)[..., :k]
             return values.gather(-1, order), indices.gather(-1, order)
     indices = torch.arange(scores.shape[-1], device=scores.device)
     picked = _order_keys(scores, indices).topk(k, dim=-1).indices

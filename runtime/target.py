@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from runtime.attention import Step, attend_slots
 from runtime.fused import FusedDecoder, fusable
 from runtime.kv_cache import Geometry
-from runtime.linear import LinearFactory, PlainLinear, replace_linears
+from runtime.linear import Linear, LinearFactory, PlainLinear, replace_linears
 from runtime.models import Checkpoint, CheckpointError
 
 ATTENTION_NAME = "ddtree_slots"
@@ -63,8 +63,10 @@ class TargetModel:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         linear: LinearFactory = PlainLinear,
+        draft_linear: LinearFactory | None = None,
         fuse: bool = True,
     ) -> None:
+        """`draft_linear`: kind of a second head for the drafter's logits; None = it shares the target's."""
         self.device = device or torch.device("cpu")
         self.dtype = dtype
         architecture, self.config = hf_config(checkpoint)
@@ -72,6 +74,10 @@ class TargetModel:
         state = {name: value.to(self.device, dtype) for name, value in checkpoint.load_state().items()}
         model = _skeleton(architecture, self.config)
         _check_names(model, state, checkpoint, self.config)
+        self._draft_head: Linear | None = None
+        if draft_linear not in (None, linear):
+            assert draft_linear is not None
+            self._draft_head = draft_linear(state.get("lm_head.weight", state["model.embed_tokens.weight"]))
         rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
         self._decoder: FusedDecoder | TransformersDecoder
         if fuse and fusable(architecture, self.config):
@@ -110,6 +116,11 @@ class TargetModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocab_size]` in float32, ids beyond the tokenizer left out."""
         return self._decoder.head(hidden)[..., : self.vocab_size].float()
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Logits as `logits`, of a drafter's hidden states; may be rounded more coarsely."""
+        head = self._draft_head or self._decoder.head
+        return head(hidden)[..., : self.vocab_size].float()
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> TargetOutput:
         """One pass over the rows `token_ids [rows]` at absolute `positions [rows]`."""
