@@ -18,9 +18,10 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runtime.changes import plan_change, undo_note
+from runtime.changes import check_revision, plan_change, recorded
 from runtime.config import RuntimeConfig
 from runtime.interface import (
+    AppliedChange,
     Baseline,
     ChangePlan,
     ChangeReport,
@@ -87,7 +88,7 @@ class LocalRuntime:
         self._state, self._reason = EngineState.LOADING, "starting"
         self._progress = 0.0
         self._revision = 1
-        self._last_change: str | None = None
+        self._history: tuple[AppliedChange, ...] = ()
         self._baselines: tuple[Baseline, ...] = ()
         self._calibration: str | None = None
         self._errors: tuple[str, ...] = ()
@@ -156,6 +157,7 @@ class LocalRuntime:
             baselines=self._baselines,
             calibration=self._calibration,
             errors=self._errors,
+            history=self._history,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -169,16 +171,18 @@ class LocalRuntime:
             with contextlib.suppress(RuntimeError):  # the caller's loop has closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        request_id = await self._call(lambda engine: engine.submit(request, sink))
+        submitted: list[str] = []
         finished = False
         try:
+            await self._call(lambda engine: submitted.append(engine.submit(request, sink)))
             while not finished:
                 event = await events.get()
                 finished = isinstance(event, RequestFinished)
                 yield event
         finally:
+            # A caller may leave before the engine has taken the request: what was submitted is known only there.
             if not finished:
-                self._post(lambda engine: engine.cancel(request_id))
+                self._post(lambda engine: [engine.cancel(request_id) for request_id in submitted])
 
     async def cancel(self, request_id: str) -> bool:
         return await self._call(lambda engine: engine.cancel(request_id))
@@ -207,27 +211,21 @@ class LocalRuntime:
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         plan = await self.preview(change)
-        if revision != self._revision:
-            raise ConfigRejected(
-                f"revision: the change was made for revision {revision}, the configuration is at {self._revision} "
-                f"({self._last_change}); look at it and apply again",
-                "revision",
-            )
+        check_revision(revision, self._revision, self._history)
         if not plan.allowed:
             raise ConfigRejected(
                 plan.summary, next((c.field for c in plan.changes if c.effect != "live"), None)
             )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
-        changed = self._config.changed({each.field: each.new for each in plan.changes})
+        return await self._call(lambda engine: self._install(engine, plan, revision, author))
 
-        def install(engine: Engine) -> None:
-            engine.config = changed
-
-        await self._call(install)
-        self._config = changed
+    def _install(self, engine: Engine, plan: ChangePlan, revision: int, author: str) -> ChangeReport:
+        """In the engine's thread, where one change is complete before the next one is looked at."""
+        check_revision(revision, self._revision, self._history)
+        engine.config = self._config = self._config.changed({each.field: each.new for each in plan.changes})
         self._revision += 1
-        self._last_change = undo_note(plan, author)
+        self._history = recorded(self._history, plan, self._revision, author)
         self._set_state(self._state, self._reason)
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
 
@@ -244,6 +242,8 @@ class LocalRuntime:
         future: Future[T] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 assert self._engine is not None
                 future.set_result(act(self._engine))
