@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import os
 import secrets
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from fastapi import HTTPException, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.instance import is_loopback, read_key_file
 from runtime.interface import ConfigRejected
 
 INFERENCE_VARIABLE = "DDTREE_API_KEY"
@@ -60,25 +59,6 @@ def load_keys(env: Mapping[str, str], runtime_folder: Path) -> Keys:
             "the inference key must not open control; set two different keys"
         )
     return Keys(inference, operator, file)
-
-
-def read_key_file(path: Path) -> str:
-    """Return the key in a file; raises ConfigRejected where others may read it too, or it is no key file."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise ConfigRejected(
-                    f"key file {path} may be read by others; remove it and have a new one generated"
-                )
-            text = file.read(4096).decode("utf-8").strip()
-    except OSError as error:
-        raise ConfigRejected(f"key file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        text = ""
-    if not text:
-        raise ConfigRejected(f"key file {path} holds no key; remove it and have a new one generated")
-    return text
 
 
 def _kept_key(path: Path) -> str:
@@ -138,16 +118,6 @@ def _unauthorized(needed: str, variable: str) -> HTTPException:
         f"this needs {needed}: send 'Authorization: Bearer KEY' with the server's {variable}",
         headers={"WWW-Authenticate": "Bearer"},
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address, with or without brackets, is this machine only."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class LoopbackHostCheck:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import platform
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from runtime.interface import RuntimeFault
+from runtime.interface import ConfigRejected, RuntimeFault
 
 PREFIX, SUFFIX = "instance-", ".json"
 
@@ -35,6 +38,12 @@ class Instance:
     """When the process began, in clock ticks since boot: tells it from a later one with its pid. None: not known."""
     key_file: str | None = None
     """Where its operator key stands; None when it came from the environment."""
+
+    def serves(self, url: str) -> bool:
+        """Whether `url` is this instance's, under whatever name of this machine."""
+        ours, theirs = urlsplit(self.url), urlsplit(url)
+        same_host = ours.hostname == theirs.hostname or is_loopback(theirs.hostname or "")
+        return same_host and ours.port == theirs.port
 
     @property
     def alive(self) -> bool:
@@ -115,6 +124,35 @@ def the_instance(folder: Path) -> Instance:
         names = ", ".join(f"{each.url} (pid {each.pid})" for each in found)
         raise InstanceUnclear(f"{len(found)} instances run: {names}; name one with --url")
     return found[0]
+
+
+def read_key_file(path: Path) -> str:
+    """Return the key in a file; raises ConfigRejected where others may read it too, or it is no key file."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise ConfigRejected(
+                    f"key file {path} may be read by others; remove it and have a new one generated"
+                )
+            text = file.read(4096).decode("utf-8").strip()
+    except OSError as error:
+        raise ConfigRejected(f"key file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        text = ""
+    if not text:
+        raise ConfigRejected(f"key file {path} holds no key; remove it and have a new one generated")
+    return text
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, with or without brackets, is this machine only."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def birth_of(pid: int) -> int | None:
