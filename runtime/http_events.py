@@ -51,7 +51,8 @@ class Numbered(NamedTuple):
 class ClientQueue:
     """What waits for one client. Where it is full the oldest rounds go, then requests and log lines.
 
-    A change of state is never dropped. A client that is so far behind that nothing may be dropped is `overrun`: its stream ends and it has to resume.
+    A change of state is never dropped: a client so far behind that nothing else is left to drop is `overrun`, its
+    stream ends and it has to resume.
     """
 
     def __init__(self, limit: int = QUEUE) -> None:
