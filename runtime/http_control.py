@@ -6,7 +6,6 @@ is 409. Nothing here may name a file of the server: model and drafter paths are 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -15,11 +14,11 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, Depends, Header
 from pydantic import AfterValidator, Field
 
+from runtime.http_connection import EventStream, StrictRoute
 from runtime.http_errors import ApiError, error_body
 from runtime.http_events import (
     HEARTBEAT,
     EventHub,
-    EventStreamResponse,
     frame,
     raw_frame,
     with_heartbeats,
@@ -100,7 +99,12 @@ def control_router(
     Args:
         lifecycle: None where the process around the runtime takes no orders.
     """
-    router = APIRouter(prefix="/runtime", tags=["control"], dependencies=[Depends(require_operator(keys))])
+    router = APIRouter(
+        prefix="/runtime",
+        tags=["control"],
+        dependencies=[Depends(require_operator(keys))],
+        route_class=StrictRoute,
+    )
     _add_reading(router, runtime, hub)
     _add_changing(router, runtime)
     _add_lifecycle(router, lifecycle)
@@ -125,9 +129,14 @@ def _add_reading(router: APIRouter, runtime: Runtime, hub: EventHub) -> None:
     async def trace(request_id: str) -> Rounds:
         return Rounds(rounds=await runtime.trace(request_id))
 
-    @router.get("/events", summary="Rounds, requests, host samples, changes and log lines as they happen")
-    async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStreamResponse:
-        return EventStreamResponse(hub.stream(last_event_id))
+    @router.get(
+        "/events",
+        summary="Rounds, requests, host samples, changes and log lines as they happen",
+        response_class=EventStream,
+    )
+    async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStream:
+        frames = hub.stream(last_event_id)
+        return EventStream(frames, frames.aclose, None)
 
 
 def _add_changing(router: APIRouter, runtime: Runtime) -> None:
@@ -152,11 +161,15 @@ def _add_changing(router: APIRouter, runtime: Runtime) -> None:
     async def cancel(body: CancelBody) -> Cancelled:
         return Cancelled(cancelled=await runtime.cancel(body.request_id))
 
-    @router.post("/generate", summary="One request as the events of the Runtime interface")
-    async def generate(body: GenerateRequest) -> EventStreamResponse:
+    @router.post(
+        "/generate",
+        summary="One request as the events of the Runtime interface",
+        response_class=EventStream,
+    )
+    async def generate(body: GenerateRequest) -> EventStream:
         events = with_heartbeats(runtime.generate(body), FIRST_EVENT_S)
         first = await anext(events)  # raises what refuses the request, before anything is sent
-        return EventStreamResponse(_generate_frames(first, events))
+        return EventStream(_generate_frames(first, events), events.aclose, None)
 
 
 def _add_lifecycle(router: APIRouter, lifecycle: Lifecycle | None) -> None:
@@ -192,9 +205,6 @@ async def _generate_frames(
         LOGGER.exception("a stream failed")
         body = error_body(500, f"the stream failed ({type(error).__name__}); see the server's log")
         yield raw_frame("fault", json.dumps(body))
-    finally:
-        with contextlib.suppress(RuntimeError):
-            await events.aclose()  # type: ignore[attr-defined]
 
 
 def fault_body(fault: RuntimeFault) -> dict[str, Any]:

@@ -16,9 +16,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple, TypeVar
 
-from starlette.responses import StreamingResponse
-from starlette.types import Send
-
 from runtime.interface import (
     GenerateEvent,
     HostSample,
@@ -222,16 +219,3 @@ async def with_heartbeats(
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:
     return await anext(events, None)
-
-
-class EventStreamResponse(StreamingResponse):
-    """A response of server-sent events that closes its source however it ends."""
-
-    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
-        self._frames = frames
-
-    async def stream_response(self, send: Send) -> None:
-        async with contextlib.aclosing(self._frames):
-            await super().stream_response(send)
