@@ -56,10 +56,14 @@ class EventStream(Response):
         close_source: Callable[[], Awaitable[object]],
         limit_s: float | None,
         headers: dict[str, str] | None = None,
+        status_code: int = 200,
     ) -> None:
         """`close_source` frees what `frames` reads, also when not one frame was asked for; `limit_s` is the time in
         seconds after which the connection is closed whatever its client does, None = never."""
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(
+            status_code=status_code,
+            headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})},
+        )
         del self.headers["content-length"]
         self._frames = frames
         self._close_source = close_source
