@@ -62,6 +62,23 @@ def described(change: AppliedChange) -> str:
     return f"{change.author} set {what} at {time.strftime('%H:%M:%S', time.localtime(change.time_s))}"
 
 
+def reverting(history: Sequence[AppliedChange], revision: int | None) -> AppliedChange | str:
+    """The change that led to `revision` (None: the last one) if it can be undone, else why not."""
+    if not history:
+        return "nothing was changed since the server started"
+    found = next((each for each in history if each.revision == revision), None)
+    chosen = history[-1] if revision is None else found
+    if chosen is None:
+        kept = ", ".join(str(each.revision) for each in history)
+        return f"no change led to revision {revision}; those that can be undone led to {kept}"
+    fields = {each.field for each in chosen.changes}
+    for later in history:
+        again = fields & {each.field for each in later.changes}
+        if later.revision > chosen.revision and again:
+            return f"{', '.join(sorted(again))} was changed again since: {described(later)}"
+    return chosen
+
+
 def check_revision(given: int, current: int, history: Sequence[AppliedChange]) -> None:
     """Raises ConfigRejected, field "revision", for a change that was made for another revision than the current one."""
     if given != current:

@@ -21,6 +21,18 @@ async def open_runtime(config: RuntimeConfig) -> Runtime:
     return LocalRuntime(config)
 
 
+def author(program: str) -> str:
+    """Who changes something, as others are told: the program, the user and the host."""
+    import getpass
+    import platform
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid {os.getuid()}"
+    return f"{program} of {user}@{platform.node()}"
+
+
 def attach(url: str, env: Mapping[str, str] = os.environ) -> HttpRuntime:
     """The runtime behind `url`; whether it answers shows with the first call.
 

@@ -80,6 +80,7 @@ class HttpRuntime:
         self.url = url.rstrip("/")
         self.lost_since_s: float | None = None
         """Unix time of the first call that found no server; None while it answers."""
+        self._answered = False
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={b"Authorization": b"Bearer " + operator_key.encode("utf-8")},
@@ -163,7 +164,7 @@ class HttpRuntime:
             response = await self._client.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise self._lost(error) from None
-        self.lost_since_s = None
+        self._heard()
         if not response.is_success:
             raise self._fault(response, ConfigRejected)
         try:
@@ -177,7 +178,7 @@ class HttpRuntime:
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
         try:
             async with self._client.stream(method, path, timeout=timeout, **options) as response:
-                self.lost_since_s = None
+                self._heard()
                 yield response
         except httpx.HTTPError as error:
             raise self._lost(error) from None
@@ -193,7 +194,13 @@ class HttpRuntime:
                 reason = "it does not answer in time"
             case _:
                 reason = "the connection broke"
+        if not self._answered:
+            return RuntimeUnavailable(f"no answer from {self.url} since {since}: {reason}")
         return RuntimeUnavailable(f"lost since {since}: {self.url}: {reason}")
+
+    def _heard(self) -> None:
+        self.lost_since_s = None
+        self._answered = True
 
     def _fault(
         self, response: httpx.Response, refusal: type[RequestRejected] | type[ConfigRejected]

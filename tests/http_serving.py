@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
-from fastapi import FastAPI
 
-from runtime.http_control import Lifecycle, control_router
-from runtime.http_errors import install_error_handlers
+from runtime.http_control import Lifecycle
 from runtime.http_events import EventHub
-from runtime.http_security import Keys, LoopbackHostCheck
+from runtime.http_security import Keys
+from runtime.http_server import ServerSettings, create_app
 from runtime.interface import Runtime
 
 OPERATOR = "operator-key-of-the-tests"
@@ -24,18 +23,18 @@ AUTHORIZED = {"Authorization": f"Bearer {OPERATOR}"}
 
 @asynccontextmanager
 async def served(
-    runtime: Runtime, port: int = 0, heartbeat_s: float = 3.0, lifecycle: Lifecycle | None = None
+    runtime: Runtime,
+    port: int = 0,
+    heartbeat_s: float = 3.0,
+    lifecycle: Lifecycle | None = None,
+    settings: ServerSettings | None = None,
 ) -> AsyncIterator[str]:
     """Serves `runtime` inside the block; gives the URL."""
-    app = FastAPI()
     hub = EventHub(runtime, heartbeat_s)
-    app.include_router(control_router(runtime, KEYS, hub, lifecycle))
-    install_error_handlers(app)
-    app.add_middleware(LoopbackHostCheck)
+    app = create_app(runtime, KEYS, settings or ServerSettings(), hub=hub, lifecycle=lifecycle)
     with socket.create_server(("127.0.0.1", port)) as listening:
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
-        )
+        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:
             await asyncio.sleep(0.01)
