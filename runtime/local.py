@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -55,19 +56,21 @@ SERVING = frozenset({EngineState.READY, EngineState.DEGRADED})
 """States in which requests are taken."""
 UP = SERVING | {EngineState.DRAINING}
 """States in which there is an engine to talk to."""
+BUSY_RETRY_AFTER_S = 10.0
 RETRY_AFTER_S = {EngineState.LOADING: 5.0, EngineState.REBUILDING: 5.0, EngineState.DRAINING: 10.0}
 
 
 class LocalRuntime:
-    """Runtime over an engine thread. `config` is what it was started with."""
+    """Runtime over an engine thread."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: RuntimeConfig, degraded: str | None = None) -> None:
+        """`degraded`: why `config` is not the configuration that was asked for, if it is not."""
         self._config = config
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._watchers: list[Watcher] = []
         self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
         self._state, self._reason = EngineState.LOADING, "starting"
-        self._degraded: str | None = None
+        self._degraded = degraded
         self._progress = 0.0
         self._beat_at: float | None = time.monotonic()
         self._revision = 1
@@ -138,19 +141,19 @@ class LocalRuntime:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         loop = asyncio.get_running_loop()
+        asked_by = log_prompt(request)
         events: asyncio.Queue[GenerateEvent] = asyncio.Queue()
 
         def sink(event: GenerateEvent) -> None:
             if isinstance(event, RequestFinished):
                 self._finished.append(event.stats)
                 self._publish(event.stats)
-                log_request(event.stats, event.error)
+                log_request(event.stats, event.error, asked_by)
             with contextlib.suppress(RuntimeError):  # the caller's loop has closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         submitted: list[str] = []
         finished = False
-        log_prompt(request)
         try:
             if self._state not in SERVING:
                 raise self._unavailable()
@@ -174,7 +177,7 @@ class LocalRuntime:
         except TimeoutError:
             if await self._call(lambda engine: engine.withdraw(request_id)):
                 reason = f"the request waited {limit:g} s for its turn (queue_timeout); try later"
-                raise RuntimeBusy(reason, limit) from None
+                raise RuntimeBusy(reason, BUSY_RETRY_AFTER_S) from None
             event = await events.get()
         if isinstance(event, RequestFinished) and event.error:
             raise RuntimeUnavailable(event.error, RETRY_AFTER_S.get(self._state))
@@ -225,7 +228,7 @@ class LocalRuntime:
         self._set_state(self._state, self._reason)
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
 
-    async def drain(self, seconds: float) -> int:
+    async def drain(self, seconds: float = math.inf) -> int:
         """Refuses new requests, gives accepted ones `seconds` to finish and ends the rest, saying why.
 
         Returns how many were ended early. The engine stays up until `aclose`.
@@ -234,7 +237,8 @@ class LocalRuntime:
         if engine is None or self._state not in UP:
             return 0
         deadline = time.monotonic() + seconds
-        self._set_state(EngineState.DRAINING, f"finishing accepted requests within {seconds:g} s")
+        limit = f" within {seconds:g} s" if math.isfinite(seconds) else ""
+        self._set_state(EngineState.DRAINING, f"finishing accepted requests{limit}, taking no new ones")
         await _within(deadline, self._call(lambda _engine: None))
         while engine.busy and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -319,6 +323,7 @@ class LocalRuntime:
         from runtime.calibrate import calibrate
         from runtime.engine import Engine
         from runtime.loader import load
+        from runtime.proof import prove
 
         loaded = load(self._config, self._set_progress)
         engine = Engine(loaded, self._config, default_budget=0)
@@ -326,6 +331,7 @@ class LocalRuntime:
         calibration = calibrate(engine)
         engine.default_budget = calibration.tree_budget
         self._calibration = calibration.summary
+        prove(engine)
         self._engine = engine
         if self._degraded:
             self._set_state(EngineState.DEGRADED, self._degraded)
@@ -375,7 +381,9 @@ class LocalRuntime:
             return
 
     def _fail(self, error: RuntimeFault) -> None:
-        self._load_error = error
+        # Tracebacks would keep what was loaded until then in memory.
+        error.__context__ = None
+        self._load_error = error.with_traceback(None)
         self._set_state(EngineState.FAILED, str(error))
         self._settled.set()
 

@@ -57,14 +57,18 @@ def start_logging(level: str) -> None:
     _install(handler, TextFormatter())
 
 
-def log_to_stderr(
-    level: str, style: Format = "text", *, secrets: tuple[str, ...] = (), show_prompts: bool = False
-) -> None:
-    """Sends the log to stderr, where a service manager or a container collects it; `secrets` are masked."""
+def log_to_stderr(level: str, style: Format = "text", *, show_prompts: bool = False) -> None:
+    """Sends the log to stderr, where a service manager or a container collects it."""
     set_level(level)
-    formatter = JsonFormatter(secrets) if style == "json" else TextFormatter(secrets)
-    _install(logging.StreamHandler(sys.stderr), formatter)
+    _install(logging.StreamHandler(sys.stderr), JsonFormatter() if style == "json" else TextFormatter())
     PROMPTS.disabled = not show_prompts
+
+
+def mask(*secrets: str | None) -> None:
+    """Shows `secrets` as [key] from then on, wherever a line would show them."""
+    for handler in LOGGER.handlers:
+        if isinstance(handler.formatter, _Masking):
+            handler.formatter.secrets = tuple(filter(None, secrets))
 
 
 def set_level(level: str) -> None:
@@ -79,42 +83,44 @@ def adopt(name: str) -> None:
     theirs.setLevel(logging.WARNING)
 
 
-def log_request(stats: RequestStats, error: str | None) -> None:
+def log_prompt(request: GenerateRequest) -> str | None:
+    """Logs the prompt where the operator asked for prompts; returns the id of the HTTP request at hand, if any."""
+    if not PROMPTS.disabled:
+        asked = request.model_dump(include={"prompt", "messages", "prompt_token_ids"}, exclude_none=True)
+        PROMPTS.info("prompt", extra={"fields": {"client": request.client} | asked})
+    return REQUEST_ID.get()
+
+
+def log_request(stats: RequestStats, error: str | None, http_request: str | None) -> None:
     """One line of figures for a finished request; no text of it."""
     level = logging.WARNING if stats.finish_reason == "error" else logging.INFO
-    fields = stats.model_dump(exclude={"kind", "state", "accept_counts"}, exclude_none=True)
-    LOGGER.log(level, "request finished", extra={"fields": fields | ({"error": error} if error else {})})
+    fields = {"http_request": http_request, "error": error} | stats.model_dump(
+        exclude={"kind", "state", "accept_counts"}
+    )
+    known = {name: value for name, value in fields.items() if value is not None}
+    LOGGER.log(level, "request finished", extra={"fields": known})
 
 
-def log_prompt(request: GenerateRequest) -> None:
-    """The prompt of a request, where the operator asked for prompts in the log."""
-    if PROMPTS.disabled:
-        return
-    asked = request.model_dump(include={"prompt", "messages", "prompt_token_ids"}, exclude_none=True)
-    PROMPTS.info("prompt", extra={"fields": {"client": request.client} | asked})
+class _Masking(logging.Formatter):
+    secrets: tuple[str, ...] = ()
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_Masking):
     """`TIME LEVEL message name=value ...`, one line a record save for tracebacks."""
 
-    def __init__(self, secrets: tuple[str, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
-        self._secrets = secrets
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
         fields = "".join(f" {name}={_value(value)}" for name, value in _fields(record).items())
         return _one_line(super().formatMessage(record)) + fields
 
     def format(self, record: logging.LogRecord) -> str:
-        return _masked(super().format(record), self._secrets)
+        return _masked(super().format(record), self.secrets)
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Masking):
     """One JSON object a line: time (ISO 8601, UTC), level, logger, message, the record's fields, and its traceback."""
-
-    def __init__(self, secrets: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -126,7 +132,7 @@ class JsonFormatter(logging.Formatter):
         } | _fields(record)
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(_masked(entry, self._secrets), default=str)
+        return json.dumps(_masked(entry, self.secrets), default=str)
 
 
 def _install(handler: logging.Handler, formatter: logging.Formatter) -> None:
@@ -157,7 +163,7 @@ def _one_line(text: str) -> str:
 
 def _masked(value: Any, secrets: tuple[str, ...]) -> Any:
     if isinstance(value, str):
-        for secret in filter(None, secrets):
+        for secret in secrets:
             value = value.replace(secret, "[key]")
         return value
     if isinstance(value, Mapping):
