@@ -151,7 +151,8 @@ def take_address(keys: Keys, settings: ServerSettings) -> socket.socket:
         BindRefused: another address than loopback, and no inference key is set.
         AddressFault: the address is in use or is none of this host's.
     """
-    from runtime.http_security import INFERENCE_VARIABLE, is_loopback
+    from runtime.http_security import INFERENCE_VARIABLE
+    from runtime.instance import is_loopback
 
     if keys.inference is None and not is_loopback(settings.host):
         raise BindRefused(

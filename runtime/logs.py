@@ -116,7 +116,7 @@ class TextFormatter(_Masking):
         return _one_line(super().formatMessage(record)) + fields
 
     def format(self, record: logging.LogRecord) -> str:
-        return _masked(super().format(record), self.secrets)
+        return str(_masked(super().format(record), self.secrets))
 
 
 class JsonFormatter(_Masking):
