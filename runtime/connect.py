@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,16 @@ def author(program: str) -> str:
     except (KeyError, OSError):
         user = f"uid {os.getuid()}"
     return f"{program} of {user}@{platform.node()}"
+
+
+def opened(url: str) -> Callable[[], Awaitable[Runtime]]:
+    """What gives the runtime behind `url`; a wrong address or a missing key is refused here and now."""
+    runtime = attach(url)
+
+    async def give() -> Runtime:
+        return runtime
+
+    return give
 
 
 def attach(url: str, env: Mapping[str, str] = os.environ) -> HttpRuntime:

@@ -62,15 +62,7 @@ class Listener:
     @property
     def url(self) -> str:
         """Where this host reaches the server."""
-        host, port = self._socket_name
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    @property
-    def _socket_name(self) -> tuple[str, int]:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(
-            self._settings.host, self._settings.host
-        )
-        return host.strip("[]"), self._settings.port
+        return url_of(self._settings.host, self._settings.port)
 
     def start(self) -> None:
         """Returns once requests are answered; raises RuntimeUnavailable where the server does not come up."""
@@ -142,6 +134,12 @@ class Listener:
             await asyncio.sleep(0.005)
         if server.started:
             self._settled.set()
+
+
+def url_of(host: str, port: int) -> str:
+    """Where this host reaches a server that listens on `host`, which may be every address."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
 def take_address(keys: Keys, settings: ServerSettings) -> socket.socket:

@@ -114,7 +114,7 @@ async def _serve(
         listener.start()
         LOGGER.info("listening on %s, loading %s", listener.url, config.model)
         with registered(folder, listener.url, keys.operator_file) as file:
-            _heed_signals(orders, file)
+            heed_signals(orders, file)
             _reload_on_hangup(runtime, reread, notifier)
             await attend(runtime, orders, notifier, last_good_file() if options.fall_back else None)
     finally:
@@ -250,10 +250,13 @@ async def _beside(*work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> AsyncI
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _heed_signals(orders: Orders, instance_file: Path) -> None:
-    """The first SIGTERM or SIGINT drains and ends the process, a second one ends it at once."""
+def heed_signals(orders: Orders, instance_file: Path, stopping: bool = False) -> None:
+    """The first SIGTERM or SIGINT drains and ends the process, a second one ends it at once.
+
+    `stopping`: it was told to end already, so that the next one counts as the second.
+    """
     loop = asyncio.get_running_loop()
-    heard: list[signal.Signals] = []
+    heard: list[signal.Signals] = [signal.SIGTERM] if stopping else []
 
     def heed(number: signal.Signals) -> None:
         if heard:
