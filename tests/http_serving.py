@@ -28,10 +28,11 @@ async def served(
     heartbeat_s: float = 3.0,
     lifecycle: Lifecycle | None = None,
     settings: ServerSettings | None = None,
+    keys: Keys = KEYS,
 ) -> AsyncIterator[str]:
     """Serves `runtime` inside the block; gives the URL."""
     hub = EventHub(runtime, heartbeat_s)
-    app = create_app(runtime, KEYS, settings or ServerSettings(), hub=hub, lifecycle=lifecycle)
+    app = create_app(runtime, keys, settings or ServerSettings(), hub=hub, lifecycle=lifecycle)
     with socket.create_server(("127.0.0.1", port)) as listening:
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
