@@ -101,6 +101,7 @@ class HttpRuntime:
             if response.status_code != 200:
                 await response.aread()
                 raise self._fault(response, RequestRejected)
+            self._heard()
             async for sent in _events(response):
                 if sent.kind == "fault":
                     raise _stream_fault(sent.data)
@@ -123,6 +124,7 @@ class HttpRuntime:
                     if response.status_code != 200:
                         await response.aread()
                         raise self._fault(response, ConfigRejected)
+                    self._heard()
                     if failures:
                         yield _line("info", f"attached to {self.url} again")
                     failures = 0
@@ -178,7 +180,6 @@ class HttpRuntime:
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
         try:
             async with self._client.stream(method, path, timeout=timeout, **options) as response:
-                self._heard()
                 yield response
         except httpx.HTTPError as error:
             raise self._lost(error) from None

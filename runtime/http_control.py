@@ -135,6 +135,8 @@ def _add_reading(router: APIRouter, runtime: Runtime, hub: EventHub) -> None:
         response_class=EventStream,
     )
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStream:
+        if hub.closed:
+            raise RuntimeUnavailable("the server is stopping")
         frames = hub.stream(last_event_id)
         return EventStream(frames, frames.aclose, None)
 

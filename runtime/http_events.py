@@ -107,20 +107,20 @@ class EventHub:
         self._ring: deque[Numbered] = deque(maxlen=RING)
         self._clients: list[ClientQueue] = []
         self._watching: asyncio.Task[None] | None = None
-        self._closed = False
+        self.closed = False
 
     async def stream(self, last_id: str | None = None) -> AsyncGenerator[bytes, None]:
         """Frames for one client: what it missed since `last_id`, the present state, then all that happens."""
         queue = ClientQueue()
         gap = self._replay(queue, last_id)
         self._clients.append(queue)
-        if self._watching is None and not self._closed:
+        if self._watching is None and not self.closed:
             self._watching = asyncio.create_task(self._watch())
         try:
             if gap:
                 yield frame(_note("events between this connection and the one before are lost"))
             yield frame(await self._present(), None if last_id and not gap else self._id(self._number))
-            while not self._closed:
+            while not self.closed:
                 items = await queue.take(self._heartbeat_s)
                 for item in items:
                     yield frame(item.event, self._id(item.number))
@@ -136,7 +136,7 @@ class EventHub:
 
     async def close(self) -> None:
         """Ends every stream; a server waits for its open responses before it stops."""
-        self._closed = True
+        self.closed = True
         for queue in self._clients:
             queue.close()
         if self._watching is not None:
