@@ -76,6 +76,7 @@ class LocalRuntime:
         self._revision = 1
         self._history: tuple[AppliedChange, ...] = ()
         self._baselines: tuple[Baseline, ...] = ()
+        self._measured = False
         self._calibration: str | None = None
         self._errors: tuple[str, ...] = ()
         self._engine: Engine | None = None
@@ -310,9 +311,9 @@ class LocalRuntime:
         assert engine is not None
         while not self._closing.is_set():
             idle = not engine.busy
-            if idle and not self._baselines and self._commands.empty():
+            if idle and not self._measured and self._commands.empty():
                 self._measure_baselines(engine)
-            self._obey(block=idle and bool(self._baselines))
+            self._obey(block=idle and self._measured)
             if engine.busy and not self._closing.is_set():
                 self._step(engine)
         self._obey(block=False)
@@ -347,8 +348,14 @@ class LocalRuntime:
             self._beat_at = time.monotonic()
             return not self._commands.empty()
 
-        self._baselines = measure_baselines(engine, interrupted) or ()
-        if self._baselines:
+        try:
+            measured = measure_baselines(engine, interrupted)
+        except Exception as failure:  # speculation has nothing to be compared with then; serving goes on
+            self._survive(engine, "measuring plain decoding", failure)
+            measured = ()
+        self._measured = measured is not None
+        if measured:
+            self._baselines = measured
             self._set_state(self._state, self._reason)
 
     def _step(self, engine: Engine) -> None:
@@ -357,15 +364,19 @@ class LocalRuntime:
         except (
             Exception
         ) as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
-            LOGGER.exception("a decode step failed")
-            reason = " ".join(f"a decode step failed: {type(failure).__name__}: {failure}".split())
-            self._errors = (*self._errors[-9:], reason)
-            engine.cancel_all(reason, "error")
-            self._publish(LogLine(time_s=time.time(), level="error", text=reason))
+            self._survive(engine, "a decode step", failure)
             return
         self._beat_at = time.monotonic()
         if stats is not None:
             self._publish(stats)
+
+    def _survive(self, engine: Engine, what: str, failure: Exception) -> None:
+        """Ends all requests with the reason why `what` failed, and says it; the engine's thread goes on."""
+        LOGGER.error("%s failed", what, exc_info=failure)
+        reason = " ".join(f"{what} failed: {type(failure).__name__}: {failure}".split())
+        self._errors = (*self._errors[-9:], reason)
+        engine.cancel_all(reason, "error")
+        self._publish(LogLine(time_s=time.time(), level="error", text=reason))
 
     def _obey(self, block: bool) -> None:
         """Runs waiting commands; with `block`, waits for one."""
