@@ -5,14 +5,13 @@ Handlers of messages make the next `View` and hand it to the screens; only `cons
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import os
-import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from rich.theme import Theme
@@ -22,18 +21,16 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from console import messages
-from console.bridge import Bridge, RuntimeOpener, Step
-from console.dialogs import Asked, ConfirmDialog, HelpScreen, ValueDialog
+from console.bridge import Bridge, RuntimeOpener, Step, others_text
+from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
-from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, View
+from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
 from console.keys import help_groups, next_budget, next_mode
 from console.live_screen import LiveScreen
 from console.prompt_screen import PromptInput, PromptScreen
-from console.terminal import Deadline, Terminal, driver_class
-from runtime.config import RuntimeConfig
-from runtime.connect import open_runtime
-from runtime.interface import LogLine, Runtime
+from console.terminal import Terminal, driver_class
+from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
 """Number key and screen."""
@@ -45,13 +42,25 @@ KEEP_LINES = 500
 CAPTURED_AT_ONCE = 200
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
-QUIT = "Quit; asks first if a request is running."
+QUIT = "Leave; asks first if that would end something. An attached console leaves its server alone."
 COPY = "Copy the selected text; without any, quit as q does."
-SUSPEND = "Refused: the engine in this process would stop too."
+SUSPEND = "Refused: what runs in this process would stop too."
 _BUDGET = Binding.Group("budget", compact=True)
 
 
-class ConsoleApp(App[int]):
+class Ending(StrEnum):
+    """How a console left its screen."""
+
+    QUIT = "quit"
+    INTERRUPTED = "interrupted"
+    """By SIGINT."""
+    LOST = "lost"
+    """The terminal hung up."""
+    DETACH = "detach"
+    """The operator wants the runtime to go on serving."""
+
+
+class ConsoleApp(App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -79,14 +88,20 @@ class ConsoleApp(App[int]):
     ]
 
     def __init__(
-        self, runtime: Runtime | RuntimeOpener, *, read_only: bool = False, terminal: Terminal | None = None
+        self,
+        runtime: Runtime | RuntimeOpener,
+        *,
+        read_only: bool = False,
+        terminal: Terminal | None = None,
+        place: Place = Place(),  # noqa: B008
+        author: str = "console",
     ) -> None:
         super().__init__(
             driver_class=driver_class(terminal) if terminal is not None else None,
             ansi_color=True if no_color() else None,
         )
-        self.bridge = Bridge(runtime, self.post_message)
-        self.view = View(read_only=read_only)
+        self.bridge = Bridge(runtime, self.post_message, author)
+        self.view = View(read_only=read_only, place=place)
         self._terminal = terminal
         self._window = RoundWindow()
         self._lines: list[LogLine] = []
@@ -125,17 +140,18 @@ class ConsoleApp(App[int]):
     def _show(self, **changes: Any) -> None:
         """Makes the next view and draws it on the screens that are visible, also under a dialog."""
         self.view = dataclasses.replace(self.view, **changes)
-        for screen in self.screen_stack:
+        stack = self.screen_stack  # empty at the end
+        for screen in stack:
             if isinstance(screen, ConsoleScreen):
                 screen.draw(self.view)
-        if not isinstance(self.screen_stack[0], PromptScreen):
+        if stack and not isinstance(stack[0], PromptScreen):
             self.prompt.draw(self.view)
 
     def _tick(self) -> None:
         now = time.time()
         if self._terminal is not None:
             if self._terminal.is_lost():
-                self.exit(0)
+                self.exit(Ending.LOST)
                 return
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
             self._record(*(_line(text) for text in captured))
@@ -168,6 +184,17 @@ class ConsoleApp(App[int]):
         if chosen and (before is None or before.calibration != chosen):
             self._record(_line(f"budget: {chosen}"))
         self._show(status=event.status)
+        if before is not None:
+            self._tell_of_others(before, event.status)
+
+    def _tell_of_others(self, before: Status, after: Status) -> None:
+        """Says what others changed since the status before; a refusal that is being read stays."""
+        for change in after.history:
+            if change.revision > before.revision and change.author != self.bridge.author:
+                if self.view.notice and self.view.notice_bad:
+                    self._record(LogLine(time_s=change.time_s, level="info", text=others_text(change)))
+                else:
+                    self._notice(others_text(change))
 
     def on_description_arrived(self, event: messages.DescriptionArrived) -> None:
         self._show(description=event.description)
@@ -293,31 +320,41 @@ class ConsoleApp(App[int]):
         self.request_quit()
 
     def action_suspend_process(self) -> None:
-        self._notice("ctrl+z is refused: it would stop the engine in this process as well", bad=True)
+        if self.view.place.attached_to is not None:
+            self._notice("ctrl+z is refused; leave with q, the server goes on", bad=True)
+        else:
+            self._notice("ctrl+z is refused: it would stop the engine in this process as well", bad=True)
 
     def request_quit(self) -> None:
-        """Quits; asks first if that would lose a request."""
+        """Leaves; asks first where that would lose a request, or end a runtime that others may use."""
+        if isinstance(self.screen, ConfirmDialog | LeaveDialog):
+            return
+        served_at = self.view.place.listens_at
         lost = self._would_lose()
-        if not lost:
-            self.exit(0)
-            return
-        if isinstance(self.screen, ConfirmDialog):
-            return
+        if served_at is not None:
+            self.push_screen(LeaveDialog(served_at, lost), self._leave)
+        elif lost:
+            dialog = ConfirmDialog("Quit ddtree?", lost, yes="Quit", no="Stay")
+            self.push_screen(dialog, lambda yes: self._leave("stop" if yes else None))
+        else:
+            self.exit(Ending.QUIT)
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.exit(0)
-
-        self.push_screen(ConfirmDialog("Quit ddtree?", lost, yes="Quit", no="Stay"), answered)
+    def _leave(self, how: Leaving | None) -> None:
+        if how is not None:
+            self.exit(Ending.DETACH if how == "detach" else Ending.QUIT)
 
     def _would_lose(self) -> str:
-        status = self.view.status
-        running = status.running + status.waiting if status is not None else 0
+        """What is not finished, in words; of an attached server only the answer to this console counts."""
+        status, place = self.view.status, self.view.place
+        shared = status if place.attached_to is None else None
+        running = shared.running + shared.waiting if shared is not None else 0
         if self.prompt.conversation.open_turn is not None:
             running = max(running, 1)
         if not running:
             return ""
         requests = f"{running} requests are" if running > 1 else "1 request is"
+        if place.listens_at is not None:
+            return f"{requests} not finished."
         return f"{requests} not finished; the rest of the text would be lost."
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
@@ -338,40 +375,3 @@ def _line(text: str, level: str = "info") -> LogLine:
 def no_color() -> bool:
     """NO_COLOR by no-color.org: set and not empty."""
     return bool(os.environ.get("NO_COLOR"))
-
-
-def run_console(
-    config: RuntimeConfig,
-    read_only: bool,
-    opener: Callable[[RuntimeConfig], Awaitable[Runtime]] = open_runtime,
-) -> int:
-    """Runs the console over the runtime that `opener` gives; returns the exit code.
-
-    0 quit or SIGTERM/SIGHUP, 1 the console failed, 130 SIGINT. There must be a terminal.
-    """
-    if not no_color():
-        os.environ.pop("NO_COLOR", None)  # Textual turns colour off for an empty value too.
-    with Terminal() as terminal:
-        app = ConsoleApp(functools.partial(opener, config), read_only=read_only, terminal=terminal)
-        with Deadline(terminal) as deadline:
-            code = asyncio.run(_drive(app, deadline))
-    if app.return_code:
-        print(f"ddtree: the console failed: {terminal.last_line()}", file=sys.stderr)
-        return 1
-    return code
-
-
-async def _drive(app: ConsoleApp, deadline: Deadline) -> int:
-    """The app until its end, then the runtime's; both within `deadline` of the first sign to stop."""
-    loop = asyncio.get_running_loop()
-
-    def stop(number: int, _frame: object) -> None:
-        deadline.begin()
-        loop.call_soon_threadsafe(app.exit, 130 if number == signal.SIGINT else 0)
-
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, stop)
-    code = await app.run_async()
-    deadline.begin()
-    await app.bridge.close()
-    return code or 0

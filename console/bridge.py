@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 from textual.message import Message
 
 from console import messages
-from console.formats import clean_line
+from console.formats import clean_line, clock
 from runtime.interface import (
+    AppliedChange,
     ChangePlan,
     ChangeReport,
     FieldChange,
@@ -28,6 +29,7 @@ from runtime.interface import (
     RoundStats,
     Runtime,
     RuntimeFault,
+    Status,
     StatusChanged,
     TokenPiece,
     TokensEmitted,
@@ -76,7 +78,14 @@ class Batch(Generic[Item]):
 class Bridge:
     """One console's line to one runtime."""
 
-    def __init__(self, source: Runtime | RuntimeOpener, post: Callable[[Message], object]) -> None:
+    def __init__(
+        self,
+        source: Runtime | RuntimeOpener,
+        post: Callable[[Message], object],
+        author: str = "console",
+    ) -> None:
+        """`author`: who makes the changes of this console, as others are told."""
+        self.author = author
         self._runtime = source if isinstance(source, Runtime) else None
         self._opener = None if isinstance(source, Runtime) else source
         self._post = post
@@ -87,6 +96,8 @@ class Bridge:
         """Set: a finished load or rebuild may have changed the description."""
         self._done: list[FieldChange] = []
         """Applied changes, the last one last; what undo reverts."""
+        self._seen: Status | None = None
+        """What the operator has before their eyes."""
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
         self._lines: Batch[LogLine] = Batch(LOG_S, lambda lines: post(messages.LinesArrived(lines)))
 
@@ -116,12 +127,13 @@ class Bridge:
                 status = await asyncio.wait_for(runtime.status(), ANSWER_S)
             except Exception as error:
                 well = False
-                self._post(messages.BridgeProblem(f"no status from the runtime: {describe_error(error)}"))
+                self._post(messages.BridgeProblem(status_problem(error)))
             else:
                 if not well:
                     well = True
+                    self._reshaped.set()  # what answers again may be another process
                     self._post(messages.BridgeProblem(""))
-                self._post(messages.StatusArrived(status))
+                self._show(status)
                 if status.state != state:
                     state = status.state
                     self._reshaped.set()
@@ -130,6 +142,10 @@ class Bridge:
             self._look.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause)
+
+    def _show(self, status: Status) -> None:
+        self._seen = status
+        self._post(messages.StatusArrived(status))
 
     async def _describe(self, runtime: Runtime) -> None:
         while True:
@@ -199,7 +215,7 @@ class Bridge:
             return False
 
     async def change(self, step: Step) -> None:
-        """Applies a live change computed from the configuration in force when its turn comes."""
+        """Applies a live change computed from what the operator sees; refused if that is not in force any more."""
         async with self._changing:
             await self._change(step, undo=False)
 
@@ -225,7 +241,9 @@ class Bridge:
             self._post(messages.ChangeRefused("the runtime has not started yet"))
             return
         try:
-            wanted = step((await runtime.status()).config)
+            # An undo checks its own field, so it starts from what is in force.
+            base = await runtime.status() if undo or self._seen is None else self._seen
+            wanted = step(base.config)
             if isinstance(wanted, str):
                 self._post(messages.ChangeRefused(wanted))
                 return
@@ -234,16 +252,17 @@ class Bridge:
             if refusal:
                 self._post(messages.ChangeRefused(refusal))
                 return
-            report = await runtime.apply(wanted, plan.revision, author="console")
+            report = await runtime.apply(wanted, base.revision, self.author)
             status = await runtime.status()
         except Exception as error:
+            self._look.set()
             self._post(messages.ChangeRefused(describe_error(error)))
             return
         if undo:
             self._done.pop()
         else:
             self._done.extend(report.applied)
-        self._post(messages.StatusArrived(status))
+        self._show(status)
         fields = tuple(change.field for change in report.applied)
         self._post(messages.ChangeDone(done_text(plan, report, undo), fields, dict(status.config), undo))
 
@@ -304,6 +323,18 @@ def done_text(plan: ChangePlan, report: ChangeReport, undo: bool) -> str:
         if plan.unreached:
             text += f", {plan.unreached} running keep theirs"
     return text
+
+
+def others_text(change: AppliedChange) -> str:
+    """One line on a change that somebody else made."""
+    parts = ", ".join(f"{each.field} {_value(each.old)} -> {_value(each.new)}" for each in change.changes)
+    return f"{change.author} set {parts} at {clock(change.time_s)}"
+
+
+def status_problem(error: BaseException) -> str:
+    """One line on why there is no status; who lost its server says so itself."""
+    text = describe_error(error)
+    return text if text.startswith("lost since ") else f"no status from the runtime: {text}"
 
 
 def _value(value: object) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,12 +24,17 @@ if TYPE_CHECKING:
 
 ELSEWHERE = {
     "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
+    "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
+    "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
+    "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""
 
 OWN_PACKAGES = ("console", "layouts", "runtime", "snapshots")
 """Their exceptions carry one line made for a person."""
+
+DEFAULT_ADDRESS = "127.0.0.1:8642"
 
 DONE, FAILED, WRONG_USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -84,22 +90,85 @@ def root(
         raise typer.Exit(console())
 
 
-@app.command()
+class OnHangup(StrEnum):
+    """What a console that serves does when its terminal is lost."""
+
+    detach = "detach"
+    stop = "stop"
+
+
+class ConsoleCommand(TyperCommand):
+    """The console's command, whose `--listen` may stand without an address."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        for at, argument in enumerate(args):
+            if argument == "--listen" and (at + 1 == len(args) or args[at + 1].startswith("-")):
+                args = [*args[:at], f"--listen={DEFAULT_ADDRESS}", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=ConsoleCommand)
 @config_options(*ENGINE_OPTIONS, *SAMPLING_OPTIONS)
 def console(
     resolved: "ResolvedConfig",
+    attach: Annotated[
+        str | None, typer.Option(metavar="URL", help="Show and steer the server at URL; loads no engine.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:PORT]", help=f"Serve the HTTP API as well; without a value {DEFAULT_ADDRESS}."
+        ),
+    ] = None,
+    on_hangup: Annotated[
+        OnHangup | None,
+        typer.Option(help="With --listen, when the terminal is lost: go on serving (default), or stop."),
+    ] = None,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Watch only; DDTREE_READ_ONLY=1 is the same.")
     ] = False,
 ) -> int:
     """Open the console: live figures and controls."""
+    _check_together(resolved, attach, listen, on_hangup)
     missing = _missing_terminal()
     if missing:
-        tell(f"the console needs a terminal, but {missing}; without one use: ddtree generate PROMPT")
+        tell(
+            f"the console needs a terminal, but {missing}; without one use: ddtree serve, ddtree generate PROMPT"
+        )
         return REFUSED
-    from console.app import run_console
+    from functools import partial
 
-    return run_console(resolved.config, read_only or _is_set("DDTREE_READ_ONLY"))
+    from console.session import run_console
+    from runtime.connect import author, open_runtime, opened
+
+    who = author(f"console {os.getpid()}")
+    read_only = read_only or _is_set("DDTREE_READ_ONLY")
+    if attach is not None:
+        return run_console(opened(attach), read_only=read_only, attached_to=attach, author=who)
+    service = None
+    if listen is not None:
+        from runtime.serve_beside import ServiceBeside
+
+        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value)
+    opener = partial(open_runtime, resolved.config)
+    return run_console(opener, read_only=read_only, service=service, author=who)
+
+
+def _check_together(
+    resolved: "ResolvedConfig", attach: str | None, listen: str | None, on_hangup: OnHangup | None
+) -> None:
+    """Refuses options that would be ignored beside others."""
+    own = [name for name, origin in resolved.origins.items() if origin == "command line"]
+    if attach is not None and listen is not None:
+        raise typer.BadParameter("an attached console has no runtime to serve", param_hint="--listen")
+    if attach is not None and own:
+        option = "--" + own[0].replace("_", "-")
+        raise typer.BadParameter(
+            f"the runtime is the server's; change it there with 'ddtree ctl apply {own[0]}=...'",
+            param_hint=option,
+        )
+    if on_hangup is not None and listen is None:
+        raise typer.BadParameter("it needs --listen", param_hint="--on-hangup")
 
 
 app.command()(commands.generate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -115,6 +115,51 @@ class ConfirmDialog(ModalScreen[bool]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id == "yes")
+
+
+Leaving = Literal["detach", "stop"]
+
+
+class LeaveDialog(ModalScreen[Leaving | None]):
+    """Asks what becomes of a runtime that serves others too; to stay has the focus, None is to stay."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n,ctrl+c", "answer('stay')", "Stay", tooltip="Leave everything as it is."),
+        Binding("d", "answer('detach')", "Detach", tooltip="Drop the screen, go on serving."),
+        Binding("s", "answer('stop')", "Stop", tooltip="Finish what runs, then end."),
+        Binding("right", "app.focus_next", "next", show=False, tooltip="To the next button."),
+        Binding("left", "app.focus_previous", "previous", show=False, tooltip="To the button before."),
+    ]
+
+    def __init__(self, served_at: str, running: str) -> None:
+        super().__init__()
+        self._served_at, self._running = served_at, running
+
+    def compose(self) -> ComposeResult:
+        yield Vertical(
+            Static("Leave the screen?", classes="title", markup=False),
+            Static(
+                f"This process serves {self._served_at}. Detach: it goes on without a screen. "
+                f"Stop: it finishes what runs and ends. {self._running}",
+                markup=False,
+            ),
+            Horizontal(
+                Button("Stay (Esc)", id="stay", variant="primary"),
+                Button("Detach (d)", id="detach"),
+                Button("Stop (s)", id="stop", variant="error"),
+                classes="buttons",
+            ),
+            classes="dialog",
+        )
+
+    def on_mount(self) -> None:
+        self.query_one("#stay", Button).focus()
+
+    def action_answer(self, choice: str) -> None:
+        self.dismiss("detach" if choice == "detach" else "stop" if choice == "stop" else None)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.action_answer(str(event.button.id))
 
 
 HelpGroup = tuple[str, tuple[tuple[str, str], ...]]

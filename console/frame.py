@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from rich.text import Text
 from textual import events
@@ -19,6 +20,17 @@ from console.formats import NA, clean_line, percent, temperature
 from runtime.interface import Description, HostSample, LogLine, Status
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
+LOST_CHARS = len("lost since 12:34:56")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the runtime of a console runs and who else reaches it; both None: here, for this screen alone."""
+
+    attached_to: str | None = None
+    """URL of the server that runs it; leaving the console does nothing to it."""
+    listens_at: str | None = None
+    """URL at which this process serves it to others; it may outlive the screen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,7 @@ class View:
     notice: str = ""
     notice_bad: bool = False
     read_only: bool = False
+    place: Place = Place()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -54,13 +67,23 @@ class View:
     def state_words(self) -> str:
         """The engine's state with its progress, and its reason where it is not simply ready."""
         if self.problem:
-            return "no answer"
+            return self.problem[:LOST_CHARS] if self.problem.startswith("lost since ") else "no answer"
         if self.status is None:
             return "starting"
         words = str(self.status.state)
         if words == "loading" and self.status.load_progress is not None:
             words += f" {percent(self.status.load_progress)}"
         return words
+
+    @property
+    def where(self) -> str:
+        """Host and role of the server, for the header; empty for a runtime of this screen alone."""
+        if self.place.attached_to is not None:
+            url = urlsplit(self.place.attached_to).netloc
+            return f"attached to {clean_line(self.description.host, 30) if self.description else url}"
+        if self.place.listens_at is not None:
+            return f"serves {urlsplit(self.place.listens_at).netloc}"
+        return ""
 
 
 class Panel(Static):
@@ -104,7 +127,7 @@ LIGHT_PALETTE = {
     "stage": "#0550ae",
     "bonus": "underline #8a5300",
 }
-STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad"}
+STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad", "lost": "bad"}
 
 
 def styled(text: str, style: str) -> Text:
@@ -139,6 +162,8 @@ class StatusBar(Horizontal):
         state = styled(words, style)
         if view.read_only:
             state = Text.assemble(("read-only ", "bold"), state)
+        if view.where:
+            state = Text.assemble((view.where, "bold"), "  ", state)
         self.query_one("#state", Panel).put(state)
 
 

@@ -158,6 +158,8 @@ def host_title(view: View) -> str:
     if view.host is None:
         return "host"
     title = f"host {clean_line(view.host.host, 60)}"
+    if view.place.attached_to is not None:
+        title += " (of the server)"
     if view.host_age_s is not None and view.host_age_s > STALE_S:
         title += f", {view.host_age_s:.0f} s old"
     return f"{title}; {clean_line(view.host.gpu_note)}" if view.host.gpu_note else title

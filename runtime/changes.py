@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.config import EFFECTS, RuntimeConfig
-from runtime.interface import ChangePlan, FieldChange, RequestStats
+from runtime.interface import AppliedChange, ChangePlan, ConfigRejected, FieldChange, RequestStats
 
 
 def plan_change(
@@ -44,9 +45,49 @@ def plan_change(
     )
 
 
-def undo_note(plan: ChangePlan, author: str) -> str:
-    """Who changed what, for those whose change came too late."""
-    return f"{author} set " + ", ".join(f"{each.field} = {each.new}" for each in plan.changes)
+HISTORY_KEPT = 16
+
+
+def recorded(
+    history: tuple[AppliedChange, ...], plan: ChangePlan, revision: int, author: str
+) -> tuple[AppliedChange, ...]:
+    """`history` with the change of `plan`, which led to `revision`, as its last entry."""
+    entry = AppliedChange(revision=revision, author=author, time_s=time.time(), changes=plan.changes)
+    return (*history, entry)[-HISTORY_KEPT:]
+
+
+def described(change: AppliedChange) -> str:
+    """Who changed what and when, in one line."""
+    what = ", ".join(f"{each.field} {_shown(each.old)} -> {_shown(each.new)}" for each in change.changes)
+    return f"{change.author} set {what} at {time.strftime('%H:%M:%S', time.localtime(change.time_s))}"
+
+
+def reverting(history: Sequence[AppliedChange], revision: int | None) -> AppliedChange | str:
+    """The change that led to `revision` (None: the last one) if it can be undone, else why not."""
+    if not history:
+        return "nothing was changed since the server started"
+    found = next((each for each in history if each.revision == revision), None)
+    chosen = history[-1] if revision is None else found
+    if chosen is None:
+        kept = ", ".join(str(each.revision) for each in history)
+        return f"no change led to revision {revision}; those that can be undone led to {kept}"
+    fields = {each.field for each in chosen.changes}
+    for later in history:
+        again = fields & {each.field for each in later.changes}
+        if later.revision > chosen.revision and again:
+            return f"{', '.join(sorted(again))} was changed again since: {described(later)}"
+    return chosen
+
+
+def check_revision(given: int, current: int, history: Sequence[AppliedChange]) -> None:
+    """Raises ConfigRejected, field "revision", for a change that was made for another revision than the current one."""
+    if given != current:
+        since = f" ({described(history[-1])})" if history else ""
+        raise ConfigRejected(
+            f"revision: the change was made for revision {given}, the configuration is at {current}{since}; "
+            "look at it and apply again",
+            "revision",
+        )
 
 
 def _summary(changes: Sequence[FieldChange], rebuilds: Sequence[str], unreached: int) -> str:
@@ -55,7 +96,11 @@ def _summary(changes: Sequence[FieldChange], rebuilds: Sequence[str], unreached:
     if rebuilds:
         names = ", ".join(rebuilds)
         return f"{names}: cannot change while the engine runs; restart ddtree with the value wanted"
-    text = ", ".join(f"{each.field} {each.old} -> {each.new}" for each in changes)
+    text = ", ".join(f"{each.field} {_shown(each.old)} -> {_shown(each.new)}" for each in changes)
     if unreached:
         text += f"; {unreached} running request{'s' if unreached > 1 else ''} keep the temperature they began with"
     return text
+
+
+def _shown(value: Any) -> str:
+    return "auto" if value is None else str(value)

@@ -11,9 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from runtime.config import ResolvedConfig
 
 SCHEMA = 1
 """Version of the shape of every `--json` answer."""
@@ -48,6 +51,8 @@ CONFIG_OPTIONS: Mapping[str, ConfigOption] = {
     "max_seq_len": ConfigOption("N", "Context limit in tokens, prompt and output."),
     "max_concurrency": ConfigOption("N", "Requests decoded together."),
     "max_tree_budget": ConfigOption("N", "Largest budget a live change may set."),
+    "max_queue": ConfigOption("N", "Requests that may wait; more are turned away."),
+    "queue_timeout": ConfigOption("SECONDS", "Longest wait of a request for its turn."),
 }
 """Configuration fields that have a command-line option, named after the field. All values pass as text to
 `runtime.config.resolve`, so that an option, a variable and a line of the file are read and refused alike."""
@@ -66,23 +71,39 @@ ENGINE_OPTIONS = (
 SAMPLING_OPTIONS = ("mode", "tree_budget", "temperature", "top_p", "top_k", "max_tokens")
 
 
+class Given(NamedTuple):
+    """What the command line says of the configuration."""
+
+    options: Mapping[str, str | None]
+    file: Path | None
+
+    def resolve(self) -> "ResolvedConfig":
+        """Put it together with variables and file; warnings go to stderr. Raises ConfigRejected."""
+        from runtime.config import resolve
+
+        resolved = resolve(self.options, os.environ, self.file)
+        for warning in resolved.warnings:
+            tell(f"warning: {warning}")
+        return resolved
+
+
 def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command `--config` and the options of `names`; it receives them resolved as its argument `resolved`.
 
-    What was set wrongly raises ConfigRejected before the command runs; warnings go to stderr.
+    What was set wrongly raises ConfigRejected before the command runs; warnings go to stderr. A command that has an
+    argument `given` instead receives them as they are and resolves them itself.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = [each for each in inspect.signature(command).parameters.values() if each.name != "resolved"]
+        taken = inspect.signature(command).parameters
+        own = [each for each in taken.values() if each.name not in ("given", "resolved")]
 
         @functools.wraps(command)
         def run(config: Path | None = None, **arguments: Any) -> Any:
-            from runtime.config import resolve
-
-            resolved = resolve({name: arguments.pop(name, None) for name in names}, os.environ, config)
-            for warning in resolved.warnings:
-                tell(f"warning: {warning}")
-            return command(resolved=resolved, **arguments)
+            given = Given({name: arguments.pop(name, None) for name in names}, config)
+            if "given" in taken:
+                return command(given=given, **arguments)
+            return command(resolved=given.resolve(), **arguments)
 
         added = [("config", Path | None, typer.Option(metavar="FILE", help="Configuration file (TOML)."))]
         added += [(name, str | None, typer.Option(**CONFIG_OPTIONS[name]._asdict())) for name in names]

@@ -1,9 +1,17 @@
-"""From a configuration to a runtime that answers at once and loads its engine in its own thread."""
+"""From a configuration or an address to a runtime; what a runtime needs loads only when it is opened."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from runtime.config import RuntimeConfig
 from runtime.interface import Runtime
+
+if TYPE_CHECKING:
+    from runtime.http_client import HttpRuntime
 
 
 async def open_runtime(config: RuntimeConfig) -> Runtime:
@@ -11,3 +19,49 @@ async def open_runtime(config: RuntimeConfig) -> Runtime:
     from runtime.local import LocalRuntime
 
     return LocalRuntime(config)
+
+
+def author(program: str) -> str:
+    """Who changes something, as others are told: the program, the user and the host."""
+    import getpass
+    import platform
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid {os.getuid()}"
+    return f"{program} of {user}@{platform.node()}"
+
+
+def opened(url: str) -> Callable[[], Awaitable[Runtime]]:
+    """What gives the runtime behind `url`; a wrong address or a missing key is refused here and now."""
+    runtime = attach(url)
+
+    async def give() -> Runtime:
+        return runtime
+
+    return give
+
+
+def attach(url: str, env: Mapping[str, str] = os.environ) -> HttpRuntime:
+    """The runtime behind `url`; whether it answers shows with the first call.
+
+    The operator key is that of the running instance of this user which serves `url`, else `DDTREE_OPERATOR_KEY`: a
+    key that was generated here is never sent elsewhere.
+
+    Raises:
+        ConfigRejected: `url` is no address, or the key file must not be used.
+        AccessRefused: no key is known for `url`.
+    """
+    from runtime.http_client import AccessRefused, HttpRuntime
+    from runtime.instance import instances, read_key_file, runtime_folder
+
+    key = env.get("DDTREE_OPERATOR_KEY")
+    for instance in instances(runtime_folder(env)):
+        if instance.serves(url) and instance.key_file:
+            key = read_key_file(Path(instance.key_file))
+    if not key:
+        raise AccessRefused(
+            f"no operator key is known for {url}: no running instance here serves it and DDTREE_OPERATOR_KEY is not set"
+        )
+    return HttpRuntime(url, key)

@@ -7,9 +7,9 @@ the thread that calls it.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from runtime.admission import admit
 from runtime.config import RuntimeConfig
@@ -23,7 +23,7 @@ from runtime.interface import (
     RequestRejected,
     RequestStats,
     RoundStats,
-    RuntimeUnavailable,
+    RuntimeBusy,
     TokensEmitted,
     TreeNode,
     TreeTrace,
@@ -47,6 +47,8 @@ class _Running:
     ticket: Ticket
     sink: Sink
     traces: deque[tuple[int, int, SequenceRound, int]]
+    accepts: Counter[int] = field(default_factory=Counter)
+    """Decode rounds by accept length."""
 
 
 class Engine:
@@ -73,11 +75,11 @@ class Engine:
     def submit(self, request: GenerateRequest, sink: Sink) -> str:
         """Queues a request, whose events go to `sink`; returns its id.
 
-        Raises RequestRejected for a request that can never run and RuntimeUnavailable when the queue is full.
+        Raises RequestRejected for a request that can never run and RuntimeBusy when the queue is full.
         """
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         if waiting >= self.config.max_queue + max(0, self.config.max_concurrency - running):
-            raise RuntimeUnavailable(
+            raise RuntimeBusy(
                 f"{running} requests run and {waiting} wait already (max_concurrency = {self.config.max_concurrency}, "
                 f"max_queue = {self.config.max_queue}); try later"
             )
@@ -89,8 +91,17 @@ class Engine:
         stream = TextStream(self.loaded.tokenizer, request.sampling.stop, admitted.stop_token_ids)
         ticket = Ticket(request_id, request, admitted, stream)
         self._requests[request_id] = _Running(ticket, sink, deque(maxlen=TRACES_KEPT))
-        self.scheduler.waiting.append(ticket)
+        self.scheduler.enqueue(ticket)
         return request_id
+
+    def cancel_all(self, error: str, reason: FinishReason = "cancelled") -> int:
+        """Ends every request, waiting or running, saying why; returns how many there were."""
+        return sum(self.cancel(request_id, reason, error) for request_id in tuple(self._requests))
+
+    def withdraw(self, request_id: str) -> bool:
+        """Ends a request that still waits; False if it runs or has ended."""
+        running = self._requests.get(request_id)
+        return running is not None and running.ticket.sequence is None and self.cancel(request_id)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
         """Ends a request now, freeing its slots; False if it is not here."""
@@ -197,6 +208,8 @@ class Engine:
         if match is not None:
             count, finish = match.index + 1, "stop"
             self._drop_tokens(_sequence(ticket), tokens[count:])
+        if _sequence(ticket).rounds:
+            running.accepts[count] += 1
         if pieces:
             running.sink(TokensEmitted(request_id=ticket.request_id, pieces=tuple(pieces)))
         if finish is not None:
@@ -263,6 +276,9 @@ class Engine:
             rounds=rounds,
             num_correct_drafts=sequence.num_correct_drafts if sequence else 0,
             accept_length=(outputs - 1) / rounds if rounds else None,
+            accept_counts=tuple(
+                running.accepts[length] for length in range(max(running.accepts, default=-1) + 1)
+            ),
             queue_s=_span(ticket.submitted_at, ticket.started_at),
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,

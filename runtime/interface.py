@@ -6,7 +6,8 @@ frozen pydantic models of plain types: no tensor, no widget. This module imports
 Errors:
 
     RuntimeFault
-    ├── RuntimeUnavailable   the engine is loading, draining or failed; try again later
+    ├── RuntimeUnavailable   the engine is loading, draining or failed; try again later (HTTP 503)
+    │   └── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
     └── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
 """
@@ -30,6 +31,15 @@ class RuntimeFault(Exception):
 
 class RuntimeUnavailable(RuntimeFault):
     """The engine cannot take requests now (loading, draining, failed)."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: seconds after which another try makes sense, where that can be told."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RuntimeBusy(RuntimeUnavailable):
+    """The queue is full, or the request waited in it for too long; nothing of it was computed."""
 
 
 class RequestRejected(RuntimeFault):
@@ -164,6 +174,8 @@ class RequestStats(Frozen):
     """Accepted drafts, without bonus tokens, up to the stop token or cap."""
     accept_length: float | None
     """Mean tokens per decode round, bonus token included; None before the first round."""
+    accept_counts: tuple[int, ...] = ()
+    """Decode rounds by accept length: entry i counts the rounds that gave i tokens."""
     queue_s: float | None = None
     ttft_s: float | None = None
     """Admission of the request to its first token."""
@@ -318,6 +330,25 @@ class Description(Frozen):
     notes: tuple[str, ...] = ()
 
 
+class FieldChange(Frozen):
+    field: str
+    old: Any
+    new: Any
+    effect: Literal["live", "rebuild", "refused"]
+    note: str = ""
+
+
+class AppliedChange(Frozen):
+    """One change that was applied: who made it, when, and what it changed."""
+
+    revision: int
+    """Configuration revision that the change led to."""
+    author: str
+    time_s: float
+    """Unix time."""
+    changes: tuple[FieldChange, ...]
+
+
 class Status(Frozen):
     state: EngineState
     reason: str
@@ -337,6 +368,8 @@ class Status(Frozen):
     calibration: str | None = None
     """How the default budget was chosen."""
     errors: tuple[str, ...] = ()
+    history: tuple[AppliedChange, ...] = ()
+    """The last applied changes, the latest one last."""
 
 
 class TreeNode(Frozen):
@@ -359,14 +392,6 @@ class TreeTrace(Frozen):
     bonus_token_id: int
     bonus_text: str
     tree_budget: int
-
-
-class FieldChange(Frozen):
-    field: str
-    old: Any
-    new: Any
-    effect: Literal["live", "rebuild", "refused"]
-    note: str = ""
 
 
 class ChangePlan(Frozen):

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
-import platform
+import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runtime.changes import plan_change, undo_note
+from runtime.changes import check_revision, plan_change, recorded
 from runtime.config import RuntimeConfig
+from runtime.description import describe
 from runtime.interface import (
+    AppliedChange,
     Baseline,
     ChangePlan,
     ChangeReport,
@@ -33,6 +33,7 @@ from runtime.interface import (
     LogLine,
     RequestFinished,
     RequestStats,
+    RuntimeBusy,
     RuntimeFault,
     RuntimeUnavailable,
     Status,
@@ -40,8 +41,9 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
-from runtime.logs import LOGGER, log_file, start_logging
+from runtime.logs import LOGGER, log_place, log_prompt, log_request, set_level, start_logging
 from runtime.telemetry import HostSampler
+from runtime.watching import Watcher
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -49,58 +51,52 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HOST_SAMPLE_SECONDS = 1.0
-WATCH_QUEUE = 512
-"""Events a watcher may be behind by; older ones are dropped, never waited for."""
 FINISHED_KEPT = 64
-
-
-class _Watcher:
-    """A bounded queue from the engine's thread into one asyncio loop; wakes the loop once however many events wait."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._events: deque[WatchEvent] = deque(maxlen=WATCH_QUEUE)
-        self._ready = asyncio.Event()
-        self._woken = False
-
-    def post(self, event: WatchEvent) -> None:
-        self._events.append(event)
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):  # the watcher's loop has closed
-                self._loop.call_soon_threadsafe(self._ready.set)
-
-    async def next(self) -> list[WatchEvent]:
-        await self._ready.wait()
-        self._ready.clear()
-        self._woken = False
-        return [self._events.popleft() for _ in range(len(self._events))]
+SERVING = frozenset({EngineState.READY, EngineState.DEGRADED})
+"""States in which requests are taken."""
+UP = SERVING | {EngineState.DRAINING}
+"""States in which there is an engine to talk to."""
+BUSY_RETRY_AFTER_S = 10.0
+RETRY_AFTER_S = {EngineState.LOADING: 5.0, EngineState.REBUILDING: 5.0, EngineState.DRAINING: 10.0}
 
 
 class LocalRuntime:
-    """Runtime over an engine thread. `config` is what it was started with."""
+    """Runtime over an engine thread."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: RuntimeConfig, degraded: str | None = None) -> None:
+        """`degraded`: why `config` is not the configuration that was asked for, if it is not."""
         self._config = config
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._watchers: list[_Watcher] = []
+        self._watchers: list[Watcher] = []
         self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
         self._state, self._reason = EngineState.LOADING, "starting"
+        self._degraded = degraded
         self._progress = 0.0
+        self._beat_at: float | None = time.monotonic()
         self._revision = 1
-        self._last_change: str | None = None
+        self._history: tuple[AppliedChange, ...] = ()
         self._baselines: tuple[Baseline, ...] = ()
+        self._measured = False
         self._calibration: str | None = None
         self._errors: tuple[str, ...] = ()
         self._engine: Engine | None = None
         self._started_at = time.time()
-        self._serial = itertools.count(1)
         self._closing = threading.Event()
         self._settled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ddtree-engine", daemon=True)
+        self._thread = self._engine_thread()
         self._sampler = threading.Thread(target=self._sample_host, name="ddtree-host", daemon=True)
-        self._thread.start()
         self._sampler.start()
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The configuration in force."""
+        return self._config
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine last got on with its work; 0 while it has none."""
+        at = self._beat_at
+        return 0.0 if at is None else time.monotonic() - at
 
     async def wait_ready(self) -> None:
         """Returns when the engine serves; raises RuntimeUnavailable or ConfigRejected when it failed to load."""
@@ -109,34 +105,16 @@ class LocalRuntime:
         if self._state is EngineState.FAILED:
             raise self._load_error
 
+    def fall_back(self, config: RuntimeConfig, reason: str) -> None:
+        """After a failed load: loads `config` instead, and serves it as degraded with `reason`."""
+        self._thread.join()
+        self._config, self._degraded = config, reason
+        self._settled.clear()
+        self._set_progress(0.0, "starting with another configuration")
+        self._thread = self._engine_thread()
+
     async def describe(self) -> Description:
-        config, engine = self._config, self._engine
-        loaded = engine.loaded if engine else None
-        drafter = loaded.models.drafter if loaded else None
-        return Description(
-            engine=config.engine,
-            target=loaded.checkpoint.name if loaded else config.model,
-            target_digest=loaded.target_digest if loaded else None,
-            drafter=str(loaded.drafter_path) if loaded and loaded.drafter_path else None,
-            architecture=str(loaded.checkpoint.config["architectures"][0]) if loaded else None,
-            block_size=drafter.config.block_size if drafter else None,
-            max_tree_budget=loaded.limits.max_tree_budget if loaded else config.max_tree_budget,
-            max_seq_len=loaded.limits.max_seq_len if loaded else config.max_seq_len or 0,
-            max_concurrency=config.max_concurrency,
-            vocab_size=loaded.limits.vocab_size if loaded else None,
-            dtype=str(loaded.models.target.dtype).removeprefix("torch.") if loaded else None,
-            device=str(loaded.models.target.device) if loaded else None,
-            threads=loaded.threads if loaded else None,
-            linear=loaded.linear if loaded else None,
-            host=platform.node(),
-            pid=os.getpid(),
-            speculation="loading"
-            if loaded is None
-            else "ready"
-            if loaded.no_drafter_reason is None
-            else f"inactive: {loaded.no_drafter_reason}",
-            notes=loaded.notes if loaded else (),
-        )
+        return describe(self._config, self._engine.loaded if self._engine else None)
 
     async def status(self) -> Status:
         engine = self._engine
@@ -159,45 +137,62 @@ class LocalRuntime:
             baselines=self._baselines,
             calibration=self._calibration,
             errors=self._errors,
+            history=self._history,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         loop = asyncio.get_running_loop()
+        asked_by = log_prompt(request)
         events: asyncio.Queue[GenerateEvent] = asyncio.Queue()
 
         def sink(event: GenerateEvent) -> None:
             if isinstance(event, RequestFinished):
                 self._finished.append(event.stats)
                 self._publish(event.stats)
+                log_request(event.stats, event.error, asked_by)
             with contextlib.suppress(RuntimeError):  # the caller's loop has closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        request_id = request.request_id or f"r{next(self._serial)}"
-        numbered = request.model_copy(update={"request_id": request_id})
+        submitted: list[str] = []
         finished = False
         try:
-            await self._call(lambda engine: engine.submit(numbered, sink))
+            if self._state not in SERVING:
+                raise self._unavailable()
+            await self._call(lambda engine: submitted.append(engine.submit(request, sink)))
+            event = await self._first(events, submitted[0])
             while not finished:
-                event = await events.get()
                 finished = isinstance(event, RequestFinished)
                 yield event
-        except RuntimeFault:
-            finished = True
-            raise
+                if not finished:
+                    event = await events.get()
         finally:
+            # A caller may leave before the engine has taken the request: what was submitted is known only there.
             if not finished:
-                self._post(lambda engine: engine.cancel(request_id))
+                self._post(lambda engine: [engine.cancel(request_id) for request_id in submitted])
+
+    async def _first(self, events: asyncio.Queue[GenerateEvent], request_id: str) -> GenerateEvent:
+        """The first event of a request; raises RuntimeUnavailable where it ended before its turn came."""
+        limit = self._config.queue_timeout
+        try:
+            event = await asyncio.wait_for(events.get(), limit)
+        except TimeoutError:
+            if await self._call(lambda engine: engine.withdraw(request_id)):
+                reason = f"the request waited {limit:g} s for its turn (queue_timeout); try later"
+                raise RuntimeBusy(reason, BUSY_RETRY_AFTER_S) from None
+            event = await events.get()
+        if isinstance(event, RequestFinished) and event.error:
+            raise RuntimeUnavailable(event.error, RETRY_AFTER_S.get(self._state))
+        return event
 
     async def cancel(self, request_id: str) -> bool:
         return await self._call(lambda engine: engine.cancel(request_id))
 
     async def watch(self) -> AsyncIterator[WatchEvent]:
-        watcher = _Watcher(asyncio.get_running_loop())
+        watcher = Watcher(asyncio.get_running_loop())
         self._watchers.append(watcher)
         try:
-            while True:
-                for event in await watcher.next():
-                    yield event
+            async for event in watcher.events():
+                yield event
         finally:
             self._watchers.remove(watcher)
 
@@ -215,29 +210,43 @@ class LocalRuntime:
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         plan = await self.preview(change)
-        if revision != self._revision:
-            raise ConfigRejected(
-                f"revision: the change was made for revision {revision}, the configuration is at {self._revision} "
-                f"({self._last_change}); look at it and apply again",
-                "revision",
-            )
+        check_revision(revision, self._revision, self._history)
         if not plan.allowed:
             raise ConfigRejected(
                 plan.summary, next((c.field for c in plan.changes if c.effect != "live"), None)
             )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
-        changed = self._config.changed({each.field: each.new for each in plan.changes})
+        return await self._call(lambda engine: self._install(engine, plan, revision, author))
 
-        def install(engine: Engine) -> None:
-            engine.config = changed
-
-        await self._call(install)
-        self._config = changed
+    def _install(self, engine: Engine, plan: ChangePlan, revision: int, author: str) -> ChangeReport:
+        """In the engine's thread, where one change is complete before the next one is looked at."""
+        check_revision(revision, self._revision, self._history)
+        engine.config = self._config = self._config.changed({each.field: each.new for each in plan.changes})
+        set_level(self._config.log_level)
         self._revision += 1
-        self._last_change = undo_note(plan, author)
+        self._history = recorded(self._history, plan, self._revision, author)
         self._set_state(self._state, self._reason)
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
+
+    async def drain(self, seconds: float = math.inf) -> int:
+        """Refuses new requests, gives accepted ones `seconds` to finish and ends the rest, saying why.
+
+        Returns how many were ended early. The engine stays up until `aclose`.
+        """
+        engine = self._engine
+        if engine is None or self._state not in UP:
+            return 0
+        deadline = time.monotonic() + seconds
+        limit = f" within {seconds:g} s" if math.isfinite(seconds) else ""
+        self._set_state(EngineState.DRAINING, f"finishing accepted requests{limit}, taking no new ones")
+        await _within(deadline, self._call(lambda _engine: None))
+        while engine.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        reason = f"the server stops and its drain time of {seconds:g} s is over"
+        return (
+            await _within(time.monotonic() + 1.0, self._call(lambda engine: engine.cancel_all(reason))) or 0
+        )
 
     async def aclose(self) -> None:
         self._closing.set()
@@ -245,15 +254,30 @@ class LocalRuntime:
         while self._thread.is_alive():
             await asyncio.sleep(0.01)
         self._obey(block=False)  # what came while the thread ended, so that no caller waits for ever
+        for watcher in tuple(self._watchers):
+            watcher.close()
+
+    def _engine_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="ddtree-engine", daemon=True)
+        thread.start()
+        return thread
+
+    def _unavailable(self) -> RuntimeUnavailable:
+        return RuntimeUnavailable(
+            f"the engine is {self._state.value}: {self._reason}", RETRY_AFTER_S.get(self._state)
+        )
 
     async def _call(self, act: Callable[[Engine], T]) -> T:
         """Runs `act` in the engine's thread between two rounds and returns its result."""
-        if self._closing.is_set() or self._state is not EngineState.READY:
-            state = "closed" if self._closing.is_set() else f"{self._state.value}: {self._reason}"
-            raise RuntimeUnavailable(f"the engine is {state}")
+        if self._closing.is_set():
+            raise RuntimeUnavailable("the runtime is closed")
+        if self._state not in UP:
+            raise self._unavailable()
         future: Future[T] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 assert self._engine is not None
                 future.set_result(act(self._engine))
@@ -279,26 +303,29 @@ class LocalRuntime:
             Exception
         ) as failure:  # any other fault of loading is stated, logged with its trace, and ends the engine
             LOGGER.exception("the engine failed to load")
-            reason = f"the engine failed to load: {type(failure).__name__}: {failure} (details: {log_file()})"
+            reason = (
+                f"the engine failed to load: {type(failure).__name__}: {failure} (details: {log_place()})"
+            )
             self._fail(RuntimeUnavailable(" ".join(reason.split())))
             return
         engine = self._engine
         assert engine is not None
         while not self._closing.is_set():
             idle = not engine.busy
-            if idle and not self._baselines and self._commands.empty():
+            if idle and not self._measured and self._commands.empty():
                 self._measure_baselines(engine)
-            self._obey(block=idle and bool(self._baselines))
+            self._obey(block=idle and self._measured)
             if engine.busy and not self._closing.is_set():
                 self._step(engine)
-        for stats in engine.requests():
-            engine.cancel(stats.request_id, "cancelled", "the runtime was closed")
+        self._obey(block=False)
+        engine.cancel_all("the runtime was closed")
 
     def _load(self) -> None:
         self._set_progress(0.01, "importing torch")
         from runtime.calibrate import calibrate
         from runtime.engine import Engine
         from runtime.loader import load
+        from runtime.proof import prove
 
         loaded = load(self._config, self._set_progress)
         engine = Engine(loaded, self._config, default_budget=0)
@@ -306,16 +333,30 @@ class LocalRuntime:
         calibration = calibrate(engine)
         engine.default_budget = calibration.tree_budget
         self._calibration = calibration.summary
+        prove(engine)
         self._engine = engine
-        self._set_state(EngineState.READY, "serving")
+        if self._degraded:
+            self._set_state(EngineState.DEGRADED, self._degraded)
+        else:
+            self._set_state(EngineState.READY, "serving")
         self._settled.set()
 
     def _measure_baselines(self, engine: Engine) -> None:
         """Measures plain and chain decoding in an idle moment; gives way as soon as a command comes."""
         from runtime.calibrate import measure_baselines
 
-        self._baselines = measure_baselines(engine, lambda: not self._commands.empty()) or ()
-        if self._baselines:
+        def interrupted() -> bool:
+            self._beat_at = time.monotonic()
+            return not self._commands.empty()
+
+        try:
+            measured = measure_baselines(engine, interrupted)
+        except Exception as failure:  # speculation has nothing to be compared with then; serving goes on
+            self._survive(engine, "measuring plain decoding", failure)
+            measured = ()
+        self._measured = measured is not None
+        if measured:
+            self._baselines = measured
             self._set_state(self._state, self._reason)
 
     def _step(self, engine: Engine) -> None:
@@ -324,27 +365,36 @@ class LocalRuntime:
         except (
             Exception
         ) as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
-            LOGGER.exception("a decode step failed")
-            reason = " ".join(f"a decode step failed: {type(failure).__name__}: {failure}".split())
-            self._errors = (*self._errors[-9:], reason)
-            for running in engine.requests():
-                engine.cancel(running.request_id, "error", reason)
-            self._publish(LogLine(time_s=time.time(), level="error", text=reason))
+            self._survive(engine, "a decode step", failure)
             return
+        self._beat_at = time.monotonic()
         if stats is not None:
             self._publish(stats)
+
+    def _survive(self, engine: Engine, what: str, failure: Exception) -> None:
+        """Ends all requests with the reason why `what` failed, and says it; the engine's thread goes on."""
+        LOGGER.error("%s failed", what, exc_info=failure)
+        reason = " ".join(f"{what} failed: {type(failure).__name__}: {failure}".split())
+        self._errors = (*self._errors[-9:], reason)
+        engine.cancel_all(reason, "error")
+        self._publish(LogLine(time_s=time.time(), level="error", text=reason))
 
     def _obey(self, block: bool) -> None:
         """Runs waiting commands; with `block`, waits for one."""
         with contextlib.suppress(queue.Empty):
+            if block:
+                self._beat_at = None
             while True:
                 command = self._commands.get(block=block)
                 block = False
+                self._beat_at = time.monotonic()
                 if command is not None:
                     command()
 
     def _fail(self, error: RuntimeFault) -> None:
-        self._load_error = error
+        # Tracebacks would keep what was loaded until then in memory.
+        error.__context__ = None
+        self._load_error = error.with_traceback(None)
         self._set_state(EngineState.FAILED, str(error))
         self._settled.set()
 
@@ -352,6 +402,7 @@ class LocalRuntime:
         if self._closing.is_set():
             raise RuntimeUnavailable("closed while loading")
         self._progress = share
+        self._beat_at = time.monotonic()
         self._set_state(EngineState.LOADING, what)
 
     def _set_state(self, state: EngineState, reason: str) -> None:
@@ -366,3 +417,10 @@ class LocalRuntime:
         sampler = HostSampler()
         while not self._closing.wait(HOST_SAMPLE_SECONDS):
             self._publish(sampler.sample())
+
+
+async def _within(deadline: float, call: Awaitable[T]) -> T | None:
+    """What `call` returns by `deadline` (monotonic seconds); None where it does not."""
+    with contextlib.suppress(TimeoutError, RuntimeFault):
+        return await asyncio.wait_for(call, max(0.0, deadline - time.monotonic()))
+    return None

@@ -1,26 +1,50 @@
-"""The runtime's log: a file in the XDG state folder, since the screen and stderr belong to the operator."""
+"""The runtime's log: a file in the XDG state folder, or stderr (as text or JSON) where a service writes it.
+
+Keys never reach it: what a formatter writes is searched for them. Prompts reach it only where `show_prompts` was asked
+for. Records may carry fields (`extra={"fields": {...}}`); the request id of the HTTP request at hand is added to each.
+"""
 
 from __future__ import annotations
 
+import contextvars
+import json
 import logging
+import sys
+import time
+from collections.abc import Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any, Literal
+
+from runtime.interface import GenerateRequest, RequestStats
 
 MAX_BYTES = 2_000_000
 LOGGER = logging.getLogger("ddtree")
+ACCESS = logging.getLogger("ddtree.access")
+PROMPTS = logging.getLogger("ddtree.prompts")
+PROMPTS.disabled = True
+REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
+"""Id of the HTTP request this task answers."""
+
+Format = Literal["text", "json"]
 
 
 def log_file() -> Path:
-    """Where the log is kept."""
+    """Where the log is kept unless it goes to stderr."""
     import platformdirs
 
     return platformdirs.user_state_path("ddtree") / "ddtree.log"
 
 
+def log_place() -> str:
+    """Where a person finds the log of this process, in words."""
+    to_file = any(isinstance(each, RotatingFileHandler) for each in LOGGER.handlers)
+    return str(log_file()) if to_file else "the log on stderr"
+
+
 def start_logging(level: str) -> None:
     """Sends the `ddtree` logger to its file, once; where no file can be written nothing is logged."""
-    LOGGER.setLevel(level.upper())
-    LOGGER.propagate = False
+    set_level(level)
     if LOGGER.handlers:
         return
     handler: logging.Handler
@@ -30,5 +54,118 @@ def start_logging(level: str) -> None:
         handler = RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1, delay=True, encoding="utf-8")
     except OSError:
         handler = logging.NullHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _install(handler, TextFormatter())
+
+
+def log_to_stderr(level: str, style: Format = "text", *, show_prompts: bool = False) -> None:
+    """Sends the log to stderr, where a service manager or a container collects it."""
+    set_level(level)
+    _install(logging.StreamHandler(sys.stderr), JsonFormatter() if style == "json" else TextFormatter())
+    PROMPTS.disabled = not show_prompts
+
+
+def mask(*secrets: str | None) -> None:
+    """Shows `secrets` as [key] from then on, wherever a line would show them."""
+    for handler in LOGGER.handlers:
+        if isinstance(handler.formatter, _Masking):
+            handler.formatter.secrets = tuple(filter(None, secrets))
+
+
+def set_level(level: str) -> None:
+    """Sets the least level that is logged: debug, info, warning or error."""
+    LOGGER.setLevel(level.upper())
+
+
+def adopt(name: str) -> None:
+    """Sends warnings and errors of another library's logger to the same place."""
+    theirs = logging.getLogger(name)
+    theirs.handlers, theirs.propagate = list(LOGGER.handlers), False
+    theirs.setLevel(logging.WARNING)
+
+
+def log_prompt(request: GenerateRequest) -> str | None:
+    """Logs the prompt where the operator asked for prompts; returns the id of the HTTP request at hand, if any."""
+    if not PROMPTS.disabled:
+        asked = request.model_dump(include={"prompt", "messages", "prompt_token_ids"}, exclude_none=True)
+        PROMPTS.info("prompt", extra={"fields": {"client": request.client} | asked})
+    return REQUEST_ID.get()
+
+
+def log_request(stats: RequestStats, error: str | None, http_request: str | None) -> None:
+    """One line of figures for a finished request; no text of it."""
+    level = logging.WARNING if stats.finish_reason == "error" else logging.INFO
+    fields = {"http_request": http_request, "error": error} | stats.model_dump(
+        exclude={"kind", "state", "accept_counts"}
+    )
+    known = {name: value for name, value in fields.items() if value is not None}
+    LOGGER.log(level, "request finished", extra={"fields": known})
+
+
+class _Masking(logging.Formatter):
+    secrets: tuple[str, ...] = ()
+
+
+class TextFormatter(_Masking):
+    """`TIME LEVEL message name=value ...`, one line a record save for tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
+        fields = "".join(f" {name}={_value(value)}" for name, value in _fields(record).items())
+        return _one_line(super().formatMessage(record)) + fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        return str(_masked(super().format(record), self.secrets))
+
+
+class JsonFormatter(_Masking):
+    """One JSON object a line: time (ISO 8601, UTC), level, logger, message, the record's fields, and its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        entry: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        } | _fields(record)
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(_masked(entry, self.secrets), default=str)
+
+
+def _install(handler: logging.Handler, formatter: logging.Formatter) -> None:
+    handler.setFormatter(formatter)
+    LOGGER.propagate = False
+    for old in LOGGER.handlers[:]:
+        LOGGER.removeHandler(old)
+        old.close()
     LOGGER.addHandler(handler)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    request_id = REQUEST_ID.get()
+    given: Mapping[str, Any] = getattr(record, "fields", {})
+    return ({"http_request": request_id} if request_id else {}) | dict(given)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _masked(value: Any, secrets: tuple[str, ...]) -> Any:
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "[key]")
+        return value
+    if isinstance(value, Mapping):
+        return {name: _masked(each, secrets) for name, each in value.items()}
+    return [_masked(each, secrets) for each in value] if isinstance(value, list | tuple) else value

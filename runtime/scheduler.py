@@ -1,6 +1,7 @@
 """Who runs: the waiting queue, the running requests, and the slots and kept prefixes between them.
 
-First come, first served: a request that does not fit yet keeps those behind it waiting, so a long prompt cannot
+Clients take turns, and each client's own requests run in the order they came (start-time fair queueing, every
+request at the same cost). A request that does not fit yet keeps those behind it waiting, so a long prompt cannot
 starve. Every extent is owned by a running request or by a kept prefix, which `check_integrity` proves.
 """
 
@@ -26,6 +27,8 @@ class Ticket:
     request: GenerateRequest
     admitted: Admitted
     stream: TextStream
+    turn: int = 0
+    """Place in the queue among the clients, lowest first."""
     submitted_at: float = field(default_factory=time.perf_counter)
     sequence: Sequence | None = None
     started_at: float | None = None
@@ -41,11 +44,24 @@ class Scheduler:
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
         self.prefixes = PrefixCache()
+        self._turn = 0
+        """Turn of the request that started last."""
 
     @property
     def slots_used(self) -> int:
         """Slots of running requests."""
         return self.cache.slots - self.cache.free_slots - self.prefixes.slots
+
+    def enqueue(self, ticket: Ticket) -> None:
+        """Queues a request behind its client's own, in turn with those of other clients.
+
+        Turns never lie before the one that started last, so nobody can be passed over for ever.
+        """
+        client = ticket.request.client
+        own = (each.turn for each in self.waiting if each.request.client == client)
+        ticket.turn = max(own, default=self._turn) + 1
+        later = (place for place, each in enumerate(self.waiting) if each.turn > ticket.turn)
+        self.waiting.insert(next(later, len(self.waiting)), ticket)
 
     def schedule(self, max_running: int, reuse: bool, drafts: bool) -> list[Ticket]:
         """Starts waiting requests while there is room and returns them."""
@@ -57,6 +73,7 @@ class Scheduler:
                 break
             ticket.sequence = sequence
             ticket.started_at = time.perf_counter()
+            self._turn = ticket.turn
             self.running.append(self.waiting.popleft())
             started.append(ticket)
         return started

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import httpx
+    from api_server import ApiServer
     from constructed import ConstructedDrafter, Reference
     from engine_driver import MakeEngine
 
@@ -95,3 +97,27 @@ def make_engine(tiny_folder: Path) -> Iterator[MakeEngine]:
         engine.scheduler.drop_prefixes()
         assert engine.models.cache.free_slots == engine.models.cache.slots
         assert not engine.requests()
+
+
+@pytest.fixture(scope="module")
+def tiny_api(tiny_folder: Path) -> Iterator[ApiServer]:
+    """A server of the tiny models: every byte comes up in their texts, most of them no whole characters."""
+    import tiny_models
+    from api_server import CONTEXT, ApiServer
+
+    from runtime.http_server import ServerSettings
+
+    config = tiny_models.tiny_config(
+        tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, max_queue=64
+    )
+    with ApiServer(config, ServerSettings(keep_alive_s=0.2, max_body_bytes=200_000)) as server:
+        yield server
+
+
+@pytest.fixture
+def http(tiny_api: ApiServer) -> Iterator[httpx.Client]:
+    """Bare HTTP to that server."""
+    import httpx
+
+    with httpx.Client(base_url=tiny_api.url, timeout=60) as client:
+        yield client

@@ -9,7 +9,8 @@ import sys
 
 from fake_runtime import ANSWER, FakeRuntime
 
-from console.app import ConsoleApp, run_console
+from console.app import ConsoleApp
+from console.session import run_console
 from runtime.config import RuntimeConfig
 from runtime.interface import Runtime
 
@@ -22,8 +23,10 @@ def noise() -> None:
     print("printed by a module")
 
 
-async def opener(config: RuntimeConfig) -> Runtime:
-    fake = FakeRuntime(config, loading="loading" in sys.argv, answer=ANSWER * 30, round_s=0.05)
+async def opener() -> Runtime:
+    fake = FakeRuntime(
+        RuntimeConfig(tree_budget=11), loading="loading" in sys.argv, answer=ANSWER * 30, round_s=0.05
+    )
     if "noise" in sys.argv:
         asyncio.get_running_loop().call_later(0.3, noise)
     if "stuck" in sys.argv:
@@ -42,4 +45,4 @@ def crash(app: ConsoleApp) -> None:
 if __name__ == "__main__":
     if "crash" in sys.argv:
         ConsoleApp.action_undo = crash  # type: ignore[method-assign]
-    sys.exit(run_console(RuntimeConfig(tree_budget=11), False, opener))
+    sys.exit(run_console(opener))

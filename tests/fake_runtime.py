@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from runtime.changes import plan_change, undo_note
+from runtime.changes import check_revision, plan_change, recorded
 from runtime.config import RuntimeConfig
 from runtime.interface import (
+    AppliedChange,
     Baseline,
     ChangePlan,
     ChangeReport,
@@ -73,7 +74,7 @@ class FakeRuntime:
         self._progress: float | None = 0.4 if loading else None
         self._baseline = baseline_tok_s
         self._revision = 1
-        self._last_change: str | None = None
+        self._history: tuple[AppliedChange, ...] = ()
         self._finished: list[RequestStats] = []
         self._running: dict[str, asyncio.Event] = {}
         self._numbers = itertools.count(1)
@@ -141,6 +142,7 @@ class FakeRuntime:
             baselines=baselines,
             errors=self.errors,
             calibration=self.calibration,
+            history=self._history,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -283,15 +285,12 @@ class FakeRuntime:
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         plan = await self.preview(change)
-        if revision != self._revision:
-            raise ConfigRejected(
-                f"revision {revision} is old, the configuration is at {self._revision} ({self._last_change})"
-            )
+        check_revision(revision, self._revision, self._history)
         if not plan.allowed:
             raise ConfigRejected(plan.summary)
         self.config = self.config.changed(change)
         self._revision += 1
-        self._last_change = undo_note(plan, author)
+        self._history = recorded(self._history, plan, self._revision, author)
         self.emit(StatusChanged(state=self._state, reason=self._reason, revision=self._revision))
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
 

@@ -61,6 +61,26 @@ async def test_a_failed_step_ends_its_requests_with_the_reason_and_serving_goes_
     await runtime.aclose()
 
 
+async def test_a_failed_measurement_of_plain_decoding_leaves_the_engine_serving(
+    folders: tuple[Path, Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import runtime.calibrate as calibrate_module
+
+    def broken(*_: object) -> None:
+        raise MemoryError("made to fail")
+
+    monkeypatch.setattr(calibrate_module, "measure_baselines", broken)
+    runtime = LocalRuntime(tiny_config(*folders))
+    await runtime.wait_ready()
+    while not (await runtime.status()).errors:
+        await asyncio.sleep(0.01)
+    assert "measuring plain decoding" in (await runtime.status()).errors[0]
+    assert (await collect(runtime, ask()))[-1].reason in ("length", "stop")
+    assert (await runtime.status()).baselines == ()
+    await runtime.aclose()
+
+
 async def test_mode_and_budget_act_on_running_requests_and_temperature_on_later_ones(
     folders: tuple[Path, Path],  # noqa: F811
 ) -> None:

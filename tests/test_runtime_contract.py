@@ -1,4 +1,5 @@
-"""One suite over every implementation of the Runtime interface: the fake of the console's tests and the real one."""
+"""One suite over every implementation of the Runtime interface: the fake of the console's tests, the engine in this
+process, and both behind a real loopback server."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from fake_runtime import FakeRuntime
+from http_serving import OPERATOR, served
 from tiny_models import tiny_config, write_drafter, write_target
 
+from runtime.http_client import HttpRuntime
 from runtime.interface import (
     ConfigRejected,
     EngineState,
@@ -34,15 +37,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_target(root / "target"), write_drafter(root / "drafter", root / "target")
 
 
-@pytest.fixture(params=["fake", "local"])
+@pytest.fixture(params=["fake", "local", "http over fake", "http over local"])
 async def runtime(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> AsyncIterator[Runtime]:
-    if request.param == "fake":
+    if "fake" in request.param:
         made: Runtime = FakeRuntime()
     else:
         local = LocalRuntime(tiny_config(*folders, mode="tree", tree_budget=8, max_tree_budget=16))
         await local.wait_ready()
         made = local
-    yield made
+    if "http" in request.param:
+        async with served(made) as url:
+            attached = HttpRuntime(url, OPERATOR)
+            yield attached
+            await attached.aclose()
+    else:
+        yield made
     await made.aclose()
 
 

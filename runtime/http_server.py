@@ -1,0 +1,114 @@
+"""The HTTP application over one runtime: inference, control, metrics and health, each behind the key it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
+
+from runtime.http_connection import BodyLimit
+from runtime.http_control import Lifecycle, control_router
+from runtime.http_docs import docs_page
+from runtime.http_errors import ERROR_RESPONSES, InternalErrors, install_error_handlers
+from runtime.http_events import EventHub
+from runtime.http_openai import openai_router
+from runtime.http_security import Keys, LoopbackHostCheck, is_loopback, require_inference
+from runtime.http_settings import ServerSettings
+from runtime.interface import EngineState, Runtime, RuntimeUnavailable
+
+if TYPE_CHECKING:
+    from runtime.metrics import Metrics
+
+__all__ = ["ServerSettings", "create_app"]
+
+SERVING = (EngineState.READY, EngineState.DEGRADED)
+
+
+class Alive(BaseModel):
+    status: str = "alive"
+
+
+class Ready(BaseModel):
+    status: str
+    reason: str
+
+
+def create_app(
+    runtime: Runtime,
+    keys: Keys,
+    settings: ServerSettings,
+    *,
+    hub: EventHub | None = None,
+    lifecycle: Lifecycle | None = None,
+    metrics: Metrics | None = None,
+) -> FastAPI:
+    """The application over `runtime`, which stays the caller's to close.
+
+    Args:
+        hub: fans the runtime's events out; the caller closes the one it gives, before the server stops.
+        lifecycle: what drains, stops and restarts this process; None where it takes no such orders.
+        metrics: None leaves out `/metrics`.
+    """
+    app = FastAPI(
+        title="ddtree",
+        version=_version(),
+        description="Speculative decoding with draft trees, behind the OpenAI-compatible API.",
+        docs_url=None,
+        redoc_url=None,
+        responses=ERROR_RESPONSES,
+    )
+    install_error_handlers(app)
+    app.include_router(openai_router(runtime, settings), dependencies=[Depends(require_inference(keys))])
+    app.include_router(control_router(runtime, keys, hub or EventHub(runtime), lifecycle))
+    _add_health(app, runtime)
+    if metrics is not None:
+        from runtime.metrics import metrics_router
+
+        guards = [] if is_loopback(settings.host) else [Depends(require_inference(keys))]
+        app.include_router(metrics_router(metrics), dependencies=guards)
+    _add_middleware(app, settings)
+    return app
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ddtree-console")
+    except importlib.metadata.PackageNotFoundError:  # run from a source folder
+        return "unknown"
+
+
+def _add_health(app: FastAPI, runtime: Runtime) -> None:
+    @app.get("/health", tags=["health"], summary="The process is alive")
+    async def health() -> Alive:
+        return Alive()
+
+    @app.get("/ready", tags=["health"], summary="Requests are served; 503 with the reason where they are not")
+    async def ready() -> Ready:
+        status = await runtime.status()
+        if status.state not in SERVING:
+            raise RuntimeUnavailable(f"the engine is {status.state.value}: {status.reason}")
+        return Ready(status=status.state.value, reason=status.reason)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
+
+def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
+    """The last one added sees a request first."""
+    app.add_middleware(InternalErrors)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
+    if is_loopback(settings.host):
+        app.add_middleware(LoopbackHostCheck)

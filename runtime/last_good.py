@@ -1,0 +1,53 @@
+"""The configuration that last served well: kept when one has proved itself, tried once when another does not come up.
+
+It lies in the XDG state folder as a plain configuration file, which an operator can read and use with `--config`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from runtime.config import RuntimeConfig, to_toml, validate
+from runtime.interface import ConfigRejected
+
+PROOF_SECONDS = 60.0
+"""Seconds without failure after the first verified token until a configuration counts as good."""
+
+
+def last_good_file(env: Mapping[str, str] = os.environ) -> Path:
+    """Where the last good configuration lies."""
+    home = Path(env.get("XDG_STATE_HOME", ""))
+    if not home.is_absolute():
+        import platformdirs
+
+        home = platformdirs.user_state_path()
+    return home / "ddtree" / "last-good.toml"
+
+
+def keep(config: RuntimeConfig, file: Path) -> None:
+    """Make `config` the last good one; the file is the old or the new one at every moment. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".draft")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
+            written.write(to_toml(config))
+            written.flush()
+            os.fsync(written.fileno())
+        os.replace(draft, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def recall(file: Path) -> RuntimeConfig | None:
+    """The last good configuration; None where there is none that this version can read."""
+    try:
+        return validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ConfigRejected):
+        return None
