@@ -44,7 +44,9 @@ class Cell:
         return (sum(self.outputs) - len(self.outputs)) / sum(self.rounds)
 
 
-def run_cell(engine: Engine, prompts: list[dict], *, mode: str, budget: int, temperature: float, tokens: int) -> Cell:
+def run_cell(
+    engine: Engine, prompts: list[dict], *, mode: str, budget: int, temperature: float, tokens: int
+) -> Cell:
     """Decodes every prompt once; seeds are the prompt's number, so settings are paired."""
     finished: dict[str, RequestFinished] = {}
 
@@ -55,7 +57,12 @@ def run_cell(engine: Engine, prompts: list[dict], *, mode: str, budget: int, tem
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, top_k=0, top_p=1.0)
         request = GenerateRequest(
-            **prompt, sampling=sampling, mode=mode, tree_budget=budget, reuse_prefix=False, request_id=f"p{number}"
+            **prompt,
+            sampling=sampling,
+            mode=mode,
+            tree_budget=budget,
+            reuse_prefix=False,
+            request_id=f"p{number}",
         )
         engine.submit(request, sink)
     drafted = [0] * engine.models.draft_horizon
@@ -95,7 +102,9 @@ def paired_ratio(with_noise: Cell, without: Cell, repeats: int = 2000) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sets", nargs="+", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--drafter", required=True)
@@ -160,7 +169,9 @@ def main() -> None:
             pair = {}
             for noisy in (False, True):
                 engine.config = engine.config.changed({"draft_noise": noisy})
-                pair[noisy] = run_cell(engine, prompts, mode="tree", budget=budget, temperature=1.0, tokens=args.tokens)
+                pair[noisy] = run_cell(
+                    engine, prompts, mode="tree", budget=budget, temperature=1.0, tokens=args.tokens
+                )
             engine.config = engine.config.changed({"draft_noise": True})
             value, low, high = paired_ratio(pair[True], pair[False])
             same = sum(a == b for a, b in zip(pair[True].texts, pair[False].texts, strict=True))
