@@ -121,7 +121,8 @@ def test_a_client_that_leaves_frees_its_slots(
 ) -> None:
     body = {"messages": HI, "max_tokens": 120, "ignore_eos": True, "ddtree": {"mode": "off"}}
     with http.stream("POST", CHAT, json={**body, "stream": True, "n": 2}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        assert next(lines)
         assert tiny_api.status().running == 2
     settle(lambda: idle(tiny_api))
     left = tiny_api.run(lambda runtime: runtime.requests())[:2]
@@ -154,7 +155,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(
     body = {"prompt": "a", "max_tokens": 140, "ignore_eos": True}
     with ApiServer(one_place) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         with http.stream("POST", TEXT, json={**body, "stream": True}) as first:
-            next(first.iter_lines())
+            lines = first.iter_lines()
+            assert next(lines)
             for stream in (False, True):
                 busy = http.post(TEXT, json={**body, "stream": stream})
                 assert refused(busy, None, 429)["type"] == "rate_limit_error"
