@@ -68,10 +68,12 @@ def admit(
             "max_tokens",
         )
     stop_ids = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else limits.eos_token_ids)
-    return Admitted(prompt, _sampling(request, config, stop_ids), new_tokens, stop_ids, slots)
+    return Admitted(prompt, _sampling(request, config, stop_ids, new_tokens), new_tokens, stop_ids, slots)
 
 
-def _sampling(request: GenerateRequest, config: RuntimeConfig, stop_ids: frozenset[int]) -> Sampling:
+def _sampling(
+    request: GenerateRequest, config: RuntimeConfig, stop_ids: frozenset[int], new_tokens: int
+) -> Sampling:
     asked = request.sampling
     return Sampling(
         temperature=config.temperature if asked.temperature is None else asked.temperature,
@@ -83,7 +85,7 @@ def _sampling(request: GenerateRequest, config: RuntimeConfig, stop_ids: frozens
         frequency_penalty=asked.frequency_penalty,
         repetition_penalty=asked.repetition_penalty,
         logit_bias=tuple(sorted(asked.logit_bias.items())),
-        min_tokens=asked.min_tokens,
+        min_tokens=min(asked.min_tokens, new_tokens),
         stop_token_ids=stop_ids,
     )
 

@@ -179,7 +179,7 @@ def invalid_request(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"{name}: this server knows no such field; leave it out", param=param)
     if problem["type"] == "missing":
         return ApiError(400, f"{name}: it is missing", param=param)
-    reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
     return ApiError(400, f"{name} = {_shown(problem.get('input'))}: {reason}", param=param)
 
 

@@ -27,6 +27,7 @@ from runtime.interface import (
     RuntimeUnavailable,
     SamplingParams,
 )
+from runtime.rejection import plain
 
 CLIENT_CLOSED_REQUEST = 499
 """Status that access logs show for a client that left before its answer (nginx's number); nobody receives it."""
@@ -165,7 +166,7 @@ def _choice_seed(seed: int | None, choice: int) -> int | None:
 
 def _client(body: GenerationFields, request: Request) -> str:
     """Who asks, for the operator's eyes and for taking turns: the named user, else the address."""
-    return body.user or (request.client.host if request.client else "http")
+    return plain(body.user) if body.user else request.client.host if request.client else "http"
 
 
 async def _served_name(runtime: Runtime, asked: str | None) -> str:
@@ -182,7 +183,7 @@ async def _served_name(runtime: Runtime, asked: str | None) -> str:
 def _no_such_model(asked: str, served: str) -> ApiError:
     return ApiError(
         404,
-        f"model: {asked[:200]!r} is not served here; this server has {served!r}",
+        f"model: {plain(asked)} is not served here; this server has {plain(served)}",
         param="model",
         code="model_not_found",
     )

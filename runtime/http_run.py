@@ -35,6 +35,8 @@ from runtime.interface import (
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+QUIET_S = 60.0
+"""How often a request that is answered whole looks at nothing having come."""
 NO_RETRY = {"x-should-retry": "false"}
 """Tells the official clients that sending the same request again is no use."""
 
@@ -166,7 +168,7 @@ class _Gathered:
 async def whole(runtime: Runtime, job: Job, limit_s: float | None) -> ChatReply | CompletionReply:
     """The complete reply; raises ApiError."""
     gathered = _Gathered(job)
-    async with aclosing(choice_events(runtime, job, 60.0, limit_s)) as events:
+    async with aclosing(choice_events(runtime, job, QUIET_S, limit_s)) as events:
         async for item in events:
             match item:
                 case (index, RequestAdmitted() as event):

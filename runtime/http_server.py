@@ -16,8 +16,9 @@ from runtime.http_docs import docs_page
 from runtime.http_errors import ERROR_RESPONSES, InternalErrors, install_error_handlers
 from runtime.http_events import EventHub
 from runtime.http_openai import openai_router
-from runtime.http_security import Keys, LoopbackHostCheck, is_loopback, require_inference
+from runtime.http_security import Keys, LoopbackHostCheck, require_inference
 from runtime.http_settings import ServerSettings
+from runtime.instance import is_loopback
 from runtime.interface import EngineState, Runtime, RuntimeUnavailable
 
 if TYPE_CHECKING:

@@ -12,17 +12,17 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
-    WithJsonSchema,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from runtime.interface import Mode, SamplingParams
 
@@ -38,20 +38,29 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def only(*harmless: Any) -> Any:
-    """Type of a field that is accepted at `harmless` values alone, which ask for nothing."""
-    words = ", ".join(json.dumps(value) for value in harmless)
+class Only:
+    """Marks a field that is accepted at `harmless` values alone, which ask for nothing."""
 
-    def check(value: Any) -> Any:
-        if not any(type(value) is type(each) and value == each for each in harmless):
+    def __init__(self, *harmless: Any) -> None:
+        self._harmless = harmless
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": list(self._harmless)}
+
+    def _check(self, value: Any) -> Any:
+        if not any(type(value) is type(each) and value == each for each in self._harmless):
+            words = ", ".join(json.dumps(each) for each in self._harmless)
             raise PydanticCustomError(
                 "explained",
                 "this server does not serve it; leave it out (it takes only {words})",
                 {"words": words},
             )
         return value
-
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": list(harmless)})]
 
 
 def _one_reason(words: str) -> WrapValidator:
@@ -103,7 +112,7 @@ class DdtreeOptions(Wire):
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    include_obfuscation: only(None, False) = None
+    include_obfuscation: Annotated[Any, Only(None, False)] = None
 
 
 class GenerationFields(Wire):
@@ -117,7 +126,7 @@ class GenerationFields(Wire):
     logit_bias: LogitBias | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     """None: the runtime's configured default; the context limit caps it."""
-    metadata: only(None, {}) = None
+    metadata: Annotated[Any, Only(None, {})] = None
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     min_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -126,7 +135,7 @@ class GenerationFields(Wire):
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     stop: Stop = None
     stop_token_ids: list[TokenId] | None = None
-    store: only(None, False) = None
+    store: Annotated[Any, Only(None, False)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0.0, le=2.0)
@@ -143,6 +152,10 @@ class GenerationFields(Wire):
         if self.stream_options is not None and not self.stream:
             raise _explained("stream_options", "it needs stream = true")
         return self
+
+    def _check_min_tokens(self, max_tokens: int | None) -> None:
+        if self.min_tokens is not None and max_tokens is not None and self.min_tokens > max_tokens:
+            raise _explained("min_tokens", f"it is above the most tokens asked for, {max_tokens}")
 
     @property
     def options(self) -> DdtreeOptions:
@@ -184,12 +197,12 @@ class ChatMessage(Wire):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str | list[TextPart], _one_reason("text or a list of text parts")]
-    name: only(None) = None
-    refusal: only(None) = None
-    annotations: only(None, []) = None
-    audio: only(None) = None
-    function_call: only(None) = None
-    tool_calls: only(None, []) = None
+    name: Annotated[Any, Only(None)] = None
+    refusal: Annotated[Any, Only(None)] = None
+    annotations: Annotated[Any, Only(None, [])] = None
+    audio: Annotated[Any, Only(None)] = None
+    function_call: Annotated[Any, Only(None)] = None
+    tool_calls: Annotated[Any, Only(None, [])] = None
 
     def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it: text parts joined, `developer` under its older name `system`."""
@@ -206,21 +219,21 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """The present name of `max_tokens`; at most one of the two is given."""
-    audio: only(None) = None
-    function_call: only(None, "none", "auto") = None
-    functions: only(None, []) = None
-    modalities: only(None, ["text"]) = None
-    parallel_tool_calls: only(None, False, True) = None
-    prediction: only(None) = None
-    prompt_cache_key: only(None) = None
-    reasoning_effort: only(None, "none") = None
-    response_format: only(None, {"type": "text"}) = None
-    safety_identifier: only(None) = None
-    service_tier: only(None, "auto", "default") = None
-    tool_choice: only(None, "none", "auto") = None
-    tools: only(None, []) = None
-    verbosity: only(None, "medium") = None
-    web_search_options: only(None) = None
+    audio: Annotated[Any, Only(None)] = None
+    function_call: Annotated[Any, Only(None, "none", "auto")] = None
+    functions: Annotated[Any, Only(None, [])] = None
+    modalities: Annotated[Any, Only(None, ["text"])] = None
+    parallel_tool_calls: Annotated[Any, Only(None, False, True)] = None
+    prediction: Annotated[Any, Only(None)] = None
+    prompt_cache_key: Annotated[Any, Only(None)] = None
+    reasoning_effort: Annotated[Any, Only(None, "none")] = None
+    response_format: Annotated[Any, Only(None, {"type": "text"})] = None
+    safety_identifier: Annotated[Any, Only(None)] = None
+    service_tier: Annotated[Any, Only(None, "auto", "default")] = None
+    tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
+    tools: Annotated[Any, Only(None, [])] = None
+    verbosity: Annotated[Any, Only(None, "medium")] = None
+    web_search_options: Annotated[Any, Only(None)] = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -230,12 +243,16 @@ class ChatRequest(GenerationFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise _explained("top_logprobs", "it needs logprobs = true")
+        self._check_min_tokens(self.limit)
         return self
 
+    @property
+    def limit(self) -> int | None:
+        """Most output tokens, under either name."""
+        return self.max_completion_tokens or self.max_tokens
+
     def choice_sampling(self) -> SamplingParams:
-        return self.sampling(
-            self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        )
+        return self.sampling(self.limit, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 class CompletionRequest(GenerationFields):
@@ -243,14 +260,15 @@ class CompletionRequest(GenerationFields):
 
     prompt: Prompt
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    best_of: only(None, 1) = None
-    echo: only(None, False) = None
-    suffix: only(None, "") = None
+    best_of: Annotated[Any, Only(None, 1)] = None
+    echo: Annotated[Any, Only(None, False)] = None
+    suffix: Annotated[Any, Only(None, "")] = None
 
     @model_validator(mode="after")
-    def _choices_within_limit(self) -> Self:
+    def _fields_agree(self) -> Self:
         if len(self.prompts()) * (self.n or 1) > MAX_CHOICES:
             raise _explained("prompt", f"prompts and n together ask for more than {MAX_CHOICES} choices")
+        self._check_min_tokens(self.max_tokens)
         return self
 
     def prompts(self) -> list[str | tuple[int, ...]]:
@@ -258,8 +276,8 @@ class CompletionRequest(GenerationFields):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [tuple(self.prompt)]  # type: ignore[arg-type]
-        return [each if isinstance(each, str) else tuple(each) for each in self.prompt]  # type: ignore[arg-type]
+            return [tuple(self.prompt)]
+        return [each if isinstance(each, str) else tuple(each) for each in self.prompt]
 
     def choice_sampling(self) -> SamplingParams:
         return self.sampling(self.max_tokens, self.logprobs)

@@ -18,6 +18,7 @@ import tiny_models
 from api_client import CHAT, HI, TEXT, chat, frames, idle, refused, settle, streamed_text, whole_text
 from api_server import CONTEXT, ApiServer
 
+from runtime.config import RuntimeConfig
 from runtime.http_server import ServerSettings
 
 
@@ -120,7 +121,8 @@ def test_a_client_that_leaves_frees_its_slots(
 ) -> None:
     body = {"messages": HI, "max_tokens": 120, "ignore_eos": True, "ddtree": {"mode": "off"}}
     with http.stream("POST", CHAT, json={**body, "stream": True, "n": 2}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        assert next(lines)
         assert tiny_api.status().running == 2
     settle(lambda: idle(tiny_api))
     left = tiny_api.run(lambda runtime: runtime.requests())[:2]
@@ -139,22 +141,38 @@ def test_a_pause_is_filled_with_comments(http: httpx.Client, slow_rounds: None) 
     assert all(parts[-1] == "[DONE]" for parts in replies)
 
 
-def test_a_full_queue_is_a_429_and_the_time_limit_a_504(tiny_folder: Path, slow_rounds: None) -> None:
-    config = tiny_models.tiny_config(
+@pytest.fixture
+def one_place(tiny_folder: Path) -> RuntimeConfig:
+    """One request at a time, and no queue."""
+    return tiny_models.tiny_config(
         tiny_folder / "target", max_seq_len=CONTEXT, max_queue=0, max_concurrency=1, mode="off"
     )
-    body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
-    with (
-        ApiServer(config, ServerSettings(request_timeout_s=1.5, keep_alive_s=0.2)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as http,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        first = pool.submit(http.post, TEXT, json=body)
-        settle(lambda: server.status().running == 1)
-        busy = http.post(TEXT, json=body)
-        assert refused(busy, None, 429)["type"] == "rate_limit_error"
-        assert int(busy.headers["retry-after"]) >= 1
-        assert "1.5 s" in refused(first.result(), None, 504)["message"]
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(
+    one_place: RuntimeConfig, slow_rounds: None
+) -> None:
+    body = {"prompt": "a", "max_tokens": 140, "ignore_eos": True}
+    with ApiServer(one_place) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        with http.stream("POST", TEXT, json={**body, "stream": True}) as first:
+            lines = first.iter_lines()
+            assert next(lines)
+            for stream in (False, True):
+                busy = http.post(TEXT, json={**body, "stream": stream})
+                assert refused(busy, None, 429)["type"] == "rate_limit_error"
+                assert int(busy.headers["retry-after"]) >= 1
+        settle(lambda: idle(server))
+
+
+def test_the_time_limit_of_a_request_is_a_504_or_an_error_frame(
+    one_place: RuntimeConfig, slow_rounds: None
+) -> None:
+    body = {"prompt": "a", "max_tokens": 140, "ignore_eos": True}
+    settings = ServerSettings(request_timeout_s=1.5, keep_alive_s=0.2)
+    with ApiServer(one_place, settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        late = http.post(TEXT, json=body)
+        assert "1.5 s" in refused(late, None, 504)["message"]
+        assert late.headers["x-should-retry"] == "false"
         settle(lambda: idle(server))
         parts = [part for part in frames(http.post(TEXT, json={**body, "stream": True})) if part]
         assert parts[-1]["error"]["code"] == "request_timeout"

@@ -127,6 +127,7 @@ def test_a_value_that_asks_for_nothing_is_accepted(http: httpx.Client, field: di
         (CHAT, {"logit_bias": {"a": 1}}, "logit_bias"),
         (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias"),
         (CHAT, {"stop_token_ids": [99999]}, "stop_token_ids"),
+        (CHAT, {"min_tokens": 5}, "min_tokens"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"ddtree": {"mode": "fast"}}, "ddtree.mode"),
         (CHAT, {"ddtree": {"tree_budget": 10**6}}, "ddtree.tree_budget"),
@@ -152,6 +153,28 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     given = {"messages": HI} if path == CHAT else {"prompt": "hi"}
     refused(http.post(path, json={**given, "max_tokens": 4, **field}), param)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"min_tokens": 10**30, "max_tokens": None},
+        {"max_tokens": 10**30},
+        {"top_k": 10**30, "temperature": 1},
+        {"top_p": 5e-324, "temperature": 1},
+        {"temperature": 5e-324},
+        {"repetition_penalty": 5e-324},
+        {"seed": 2**64 - 1, "temperature": 1, "n": 3},
+        {"logit_bias": {str(token): -100 for token in range(288)}},
+        {"stop": ["a" * 100_000]},
+        {"messages": [{"role": "user", "content": "\x00\x1b[31m<|end|>"}], "user": "\x00\x1b[31m"},
+        {"messages": [{"role": "user", "content": ""}]},
+    ],
+    ids=lambda field: str(field)[:40],
+)
+def test_values_at_the_edge_are_served(http: httpx.Client, field: dict[str, Any]) -> None:
+    response = chat(http, **field)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.case("E6")

@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ENGINES = {"torch", "transformers", "sglang"}
 RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
-COMMAND_MODULES = {"command_options", "commands", "model_commands", "train_commands"}
+COMMAND_MODULES = {name for name in RUNTIME_MODULES if name == "command_options" or name.endswith("commands")}
+SERVING_MODULES = {
+    name for name in RUNTIME_MODULES if name.startswith("http_") or name in ("access_log", "metrics")
+}
 ENGINE_PACKAGES = {
     "jinja2",
     "numpy",
@@ -66,7 +69,12 @@ def test_the_runtime_loads_no_screen_library() -> None:
     assert "textual" not in loaded_by(imports)
 
 
-@pytest.mark.parametrize("name", sorted(set(RUNTIME_MODULES) - COMMAND_MODULES))
+def test_what_serves_over_http_loads_no_engine_by_itself() -> None:
+    imports = "\n".join(f"import runtime.{name}" for name in sorted(SERVING_MODULES))
+    assert not loaded_by(imports) & ENGINES
+
+
+@pytest.mark.parametrize("name", sorted(set(RUNTIME_MODULES) - COMMAND_MODULES - SERVING_MODULES))
 def test_engine_modules_need_only_what_an_engine_machine_has(name: str) -> None:
     tree = ast.parse((ROOT / "runtime" / f"{name}.py").read_text(encoding="utf-8"))
     foreign = set(imported(tree.body)) - ENGINE_PACKAGES - set(sys.stdlib_module_names)
