@@ -46,7 +46,9 @@ class AccessLog:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (HEADER, request_id.encode())]}
+                # An inference request is answered with the id under which the engine knows it.
+                if not any(name.lower() == HEADER for name, _ in message["headers"]):
+                    message = {**message, "headers": [*message["headers"], (HEADER, request_id.encode())]}
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body")
 

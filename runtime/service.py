@@ -93,13 +93,13 @@ def unit_text(plan: UnitPlan) -> str:
                 *([("User", plan.user)] if system and plan.user else []),
                 ("ExecStart", " ".join(map(_argument, command))),
                 ("ExecReload", "/bin/kill -HUP $MAINPID"),
-                ("EnvironmentFile", f"-{_path(plan.environment_file)}"),
-                ("Environment", _argument(f"XDG_CACHE_HOME={plan.cache.parent}")),
-                ("Environment", _argument(f"XDG_STATE_HOME={plan.state.parent}")),
-                ("Environment", _argument(f"XDG_DATA_HOME={plan.store.parent}")),
+                ("EnvironmentFile", f"-{_whole(str(plan.environment_file))}"),
+                ("Environment", _word(f"XDG_CACHE_HOME={plan.cache.parent}")),
+                ("Environment", _word(f"XDG_STATE_HOME={plan.state.parent}")),
+                ("Environment", _word(f"XDG_DATA_HOME={plan.store.parent}")),
                 # Compilers of kernels keep their results in the home folder, which is read-only here.
-                ("Environment", _argument(f"TRITON_CACHE_DIR={plan.cache / 'triton'}")),
-                ("Environment", _argument(f"CUDA_CACHE_PATH={plan.cache / 'cuda'}")),
+                ("Environment", _word(f"TRITON_CACHE_DIR={plan.cache / 'triton'}")),
+                ("Environment", _word(f"CUDA_CACHE_PATH={plan.cache / 'cuda'}")),
                 *(_SYSTEM_FOLDERS if system else ()),
                 ("Restart", "on-failure"),
                 ("RestartSec", "5"),
@@ -318,12 +318,20 @@ def _first_line(text: str) -> str:
 
 
 def _argument(text: str) -> str:
-    """One word of a command line in a unit: quoted, with systemd's specifiers and variables switched off."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return escaped if re.fullmatch(r"[A-Za-z0-9_@%+=:,./-]+", text) else f'"{escaped}"'
+    """One word of a command line in a unit, where $ would name a variable."""
+    return _word(text.replace("$", "$$"))
 
 
 def _path(path: Path) -> str:
-    """A path in a unit that is no command line: no variables there, so that $ stands for itself."""
-    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return escaped if re.fullmatch(r"[A-Za-z0-9_@%+=:,./-]+", str(path)) else f'"{escaped}"'
+    return _word(str(path))
+
+
+def _word(text: str) -> str:
+    """One word of a list in a unit: quoted where need be, % standing for itself."""
+    escaped = _whole(text.replace("\\", "\\\\").replace('"', '\\"'))
+    return escaped if re.fullmatch(r"[A-Za-z0-9_@%+=:,./-]+", text) else f'"{escaped}"'
+
+
+def _whole(text: str) -> str:
+    """A value that is no list and has no quotes, % standing for itself."""
+    return text.replace("%", "%%")

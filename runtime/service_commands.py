@@ -46,8 +46,8 @@ def install(
     if config is not None and not config.is_file():
         raise typer.BadParameter(f"{config} is no file", param_hint="--config")
     scope = _scope(system)
-    options = ("--host", host, "--port", str(port))
-    options += ("--config", str(config.resolve())) if config else ()
+    named = ("--config", str(config.resolve())) if config else ()
+    options = ("--host", host, "--port", str(port), *named)
     user = (run_as or os.environ.get("SUDO_USER")) if system else None
     plan = default_plan(scope, options, drain_seconds, user)
     text = unit_text(plan)
