@@ -144,7 +144,7 @@ class StatusBar(Horizontal):
         config = view.config
         budget = view.tree_budget
         facts = [
-            clean_line(str(config.get("model", NA))),
+            clean_line(str(config.get("model", NA)).rstrip("/").rpartition("/")[2]),
             clean_line(str(config.get("engine", NA))),
             clean_line(str(config.get("layout", NA))),
             f"mode {config.get('mode', NA)}",
@@ -157,13 +157,11 @@ class StatusBar(Horizontal):
         state = Text(words, style=style)
         if view.read_only:
             state = Text.assemble(("read-only ", "bold"), state)
-        if view.where:
-            state = Text.assemble((view.where, "bold"), "  ", state)
         self.query_one("#state", Panel).put(state)
 
 
 class NoticeBar(Horizontal):
-    """The screens by number, and the last notice or the engine's reason."""
+    """The screens by number, the last notice or the engine's reason, and where the runtime is if not here."""
 
     def __init__(self, tabs: tuple[tuple[str, str], ...], here: str) -> None:
         super().__init__(id="notice_bar")
@@ -178,6 +176,7 @@ class NoticeBar(Horizontal):
             tabs.append(" ")
         yield Static(tabs, id="tabs")
         yield Panel(classes="bar", id="notice")
+        yield Panel(classes="bar line", id="where")
 
     def show(self, view: View) -> None:
         text, style = view.notice, "bad" if view.notice_bad else "bold"
@@ -185,6 +184,7 @@ class NoticeBar(Horizontal):
             style = ""
             text = view.problem or (view.status.reason if view.status is not None else "")
         self.query_one("#notice", Panel).put(Text(clean_line(text), style=style))
+        self.query_one("#where", Panel).put(Text(view.where, style="bold"))
 
 
 class ConsoleScreen(Screen[None]):
