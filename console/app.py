@@ -354,7 +354,8 @@ class ConsoleApp(App[Ending]):
             return ""
         requests = f"{running} requests are" if running > 1 else "1 request is"
         if place.listens_at is not None:
-            return f"{requests} not finished."
+            own = " The answer on this screen ends with it." if self.prompt.conversation.open_turn else ""
+            return f"{requests} not finished.{own}"
         return f"{requests} not finished; the rest of the text would be lost."
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

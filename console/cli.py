@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -17,10 +17,7 @@ from typer.main import get_command
 
 from console import __version__
 from runtime import commands
-from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, config_options, tell
-
-if TYPE_CHECKING:
-    from runtime.config import ResolvedConfig
+from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Given, config_options, tell
 
 ELSEWHERE = {
     "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
@@ -110,7 +107,7 @@ class ConsoleCommand(TyperCommand):
 @app.command(cls=ConsoleCommand)
 @config_options(*ENGINE_OPTIONS, *SAMPLING_OPTIONS)
 def console(
-    resolved: "ResolvedConfig",
+    given: Given,
     attach: Annotated[
         str | None, typer.Option(metavar="URL", help="Show and steer the server at URL; loads no engine.")
     ] = None,
@@ -129,7 +126,8 @@ def console(
     ] = False,
 ) -> int:
     """Open the console: live figures and controls."""
-    _check_together(resolved, attach, listen, on_hangup)
+    _check_together(given, attach, listen, on_hangup)
+    config = given.resolve().config if attach is None else None
     missing = _missing_terminal()
     if missing:
         tell(
@@ -143,22 +141,21 @@ def console(
 
     who = author(f"console {os.getpid()}")
     read_only = read_only or _is_set("DDTREE_READ_ONLY")
-    if attach is not None:
-        return run_console(opened(attach), read_only=read_only, attached_to=attach, author=who)
+    if config is None:
+        return run_console(opened(str(attach)), read_only=read_only, attached_to=attach, author=who)
     service = None
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
         service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value)
-    opener = partial(open_runtime, resolved.config)
-    return run_console(opener, read_only=read_only, service=service, author=who)
+    return run_console(partial(open_runtime, config), read_only=read_only, service=service, author=who)
 
 
-def _check_together(
-    resolved: "ResolvedConfig", attach: str | None, listen: str | None, on_hangup: OnHangup | None
-) -> None:
+def _check_together(given: Given, attach: str | None, listen: str | None, on_hangup: OnHangup | None) -> None:
     """Refuses options that would be ignored beside others."""
-    own = [name for name, origin in resolved.origins.items() if origin == "command line"]
+    own = [name for name, value in given.options.items() if value is not None]
+    if attach is not None and given.file is not None:
+        raise typer.BadParameter("the configuration is the server's", param_hint="--config")
     if attach is not None and listen is not None:
         raise typer.BadParameter("an attached console has no runtime to serve", param_hint="--listen")
     if attach is not None and own:

@@ -149,7 +149,7 @@ class StatusBar(Horizontal):
         config = view.config
         budget = view.tree_budget
         facts = [
-            clean_line(str(config.get("model", NA))),
+            clean_line(str(config.get("model", NA)).rstrip("/").rpartition("/")[2]),
             clean_line(str(config.get("engine", NA))),
             clean_line(str(config.get("layout", NA))),
             f"mode {config.get('mode', NA)}",
@@ -162,13 +162,11 @@ class StatusBar(Horizontal):
         state = styled(words, style)
         if view.read_only:
             state = Text.assemble(("read-only ", "bold"), state)
-        if view.where:
-            state = Text.assemble((view.where, "bold"), "  ", state)
         self.query_one("#state", Panel).put(state)
 
 
 class NoticeBar(Horizontal):
-    """The screens by number, and the last notice or the engine's reason."""
+    """The screens by number, the last notice or the engine's reason, and where the runtime is if not here."""
 
     def __init__(self, tabs: tuple[tuple[str, str], ...], here: str) -> None:
         super().__init__(id="notice_bar")
@@ -183,6 +181,7 @@ class NoticeBar(Horizontal):
             tabs.append(" ")
         yield Static(tabs, id="tabs")
         yield Panel(classes="bar", id="notice")
+        yield Panel(classes="bar line", id="where")
 
     def show(self, view: View) -> None:
         text, style = view.notice, "bad" if view.notice_bad else "bold"
@@ -190,6 +189,7 @@ class NoticeBar(Horizontal):
             style = ""
             text = view.problem or (view.status.reason if view.status is not None else "")
         self.query_one("#notice", Panel).put(styled(clean_line(text), style))
+        self.query_one("#where", Panel).put(Text(view.where, style="bold"))
 
 
 class ConsoleScreen(Screen[None]):

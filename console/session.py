@@ -110,6 +110,8 @@ async def _drive(app: ConsoleApp, deadline: Deadline | None) -> Ending:
     for number in endings:
         signal.signal(number, stop)
     left = await app.run_async() or Ending.QUIT
+    for number in (signal.SIGTSTP, signal.SIGCONT):  # Textual's own handlers would open the screen again
+        signal.signal(number, signal.SIG_DFL)
     if deadline is not None:
         deadline.begin()
         await app.bridge.close()

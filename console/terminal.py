@@ -296,6 +296,11 @@ def driver_class(terminal: Terminal) -> type[Driver]:
                 except OSError:
                     terminal.screen.lost = True
 
+        def _sigcont_application(self, *_: object) -> None:
+            """Resumes what was suspended. The kernel sends SIGCONT after the SIGHUP of a lost terminal as well."""
+            if not terminal.is_lost() and (terminal.drawing or self._must_signal_resume):
+                super()._sigcont_application()  # type: ignore[no-untyped-call]
+
         def start_application_mode(self) -> None:
             terminal.drawing = True
             super().start_application_mode()  # type: ignore[no-untyped-call]

@@ -309,7 +309,11 @@ async def _gone(server: Server) -> None:
 
 
 async def _back(server: Server) -> None:
+    from runtime.interface import RuntimeUnavailable
+
     while not await _answers(server, since_s=server.before.started_at_s):
+        if server.instance is not None and not server.instance.alive:
+            raise RuntimeUnavailable(f"{server.runtime.url} ended and did not come back; its log says why")
         await asyncio.sleep(POLL_S)
 
 
