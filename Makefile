@@ -41,7 +41,7 @@ run: .venv/installed
 
 test: .venv/installed-dev
 	@$(venv_python) -m console model fetch
-	@$(venv_python) -m pytest
+	@$(venv_python) -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-dev
 	$(venv_python) -m ruff check

@@ -189,7 +189,7 @@ class NoticeBar(Horizontal):
             style = ""
             text = view.problem or (view.status.reason if view.status is not None else "")
         self.query_one("#notice", Panel).put(styled(clean_line(text), style))
-        self.query_one("#where", Panel).put(Text(view.where, style="bold"))
+        self.query_one("#where", Panel).put(styled(view.where, "bold"))
 
 
 class ConsoleScreen(Screen[None]):

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from console_driver import Driven
 from fake_runtime import FakeRuntime
 from http_serving import OPERATOR, served
-from test_console import Driven
 from test_runtime_contract import settle
 from textual.message import Message
 
