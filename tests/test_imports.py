@@ -66,7 +66,9 @@ def test_help_loads_neither_an_engine_nor_the_validation_library_nor_the_screen_
 
 def test_attaching_and_steering_load_neither_an_engine_nor_a_server() -> None:
     modules = ("console.session", "runtime.http_client", "runtime.ctl_commands", "runtime.ctl_text")
-    loaded = loaded_by("\n".join(f"import {name}" for name in (*modules, "runtime.instance", "runtime.connect")))
+    loaded = loaded_by(
+        "\n".join(f"import {name}" for name in (*modules, "runtime.instance", "runtime.connect"))
+    )
     assert not loaded & (ENGINES | {"fastapi", "numpy", "starlette", "uvicorn"})
 
 
