@@ -172,6 +172,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressFault(
-                f"port {port} on {host} is in use; stop what uses it or choose another one (--port, of a console --listen)"
+                f"port {port} on {host} is in use; stop what uses it or choose another one "
+                "with --port (a console: --listen)"
             ) from None
         raise AddressFault(f"{host} port {port} cannot be served: {error.strerror}") from None

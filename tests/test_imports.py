@@ -64,6 +64,14 @@ def test_help_loads_neither_an_engine_nor_the_validation_library_nor_the_screen_
     assert not loaded & (ENGINES | {"pydantic", "textual", "numpy"})
 
 
+def test_attaching_and_steering_load_neither_an_engine_nor_a_server() -> None:
+    modules = ("console.session", "runtime.http_client", "runtime.ctl_commands", "runtime.ctl_text")
+    loaded = loaded_by(
+        "\n".join(f"import {name}" for name in (*modules, "runtime.instance", "runtime.connect"))
+    )
+    assert not loaded & (ENGINES | {"fastapi", "numpy", "starlette", "uvicorn"})
+
+
 def test_the_runtime_loads_no_screen_library() -> None:
     imports = "\n".join(f"import runtime.{name}" for name in RUNTIME_MODULES)
     assert "textual" not in loaded_by(imports)
