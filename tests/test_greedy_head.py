@@ -30,7 +30,7 @@ def head_of(weight: torch.Tensor) -> GreedyHead:
 def test_the_choice_is_the_argmax_of_the_exact_product(
     seed: int, vocab: int, rows: int, spread: float, loud: bool
 ) -> None:
-    """`spread` makes tokens near-copies of a few others, far closer than bfloat16 can tell apart; 0 makes exact ties."""
+    """`spread` makes tokens near-copies of a few others, far closer than bfloat16 can tell apart; 0: exact ties."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randn(max(2, vocab // 6), 64, generator=generator)
     weight = kinds[torch.randint(len(kinds), (vocab,), generator=generator)]
