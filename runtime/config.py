@@ -91,6 +91,8 @@ class RuntimeConfig(BaseModel):
     """Largest budget a live change may set; slots for it are reserved with each request."""
     max_queue: int = Field(default=256, ge=0)
     """Requests that may wait beside those that run; more are turned away at once."""
+    rebuild_drain: float = Field(default=2.0, ge=0.0, le=86400.0)
+    """Seconds running requests get to finish before the engine is rebuilt; the rest goes on in the new one."""
     queue_timeout: float = Field(default=300.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
@@ -154,6 +156,7 @@ LIVE_FIELDS = frozenset(
         "max_concurrency",
         "max_queue",
         "queue_timeout",
+        "rebuild_drain",
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",

@@ -48,23 +48,59 @@ class Loaded:
     notes: tuple[str, ...] = ()
     """What an operator should know of this pair."""
 
+    def close(self) -> None:
+        """Ends what runs for the target outside of this process; memory goes with the last reference."""
+        self.models.target.close()
 
-def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
-    """Loads target and drafter as `config` says; raises ConfigRejected with one line on what does not fit."""
-    threads = _set_threads(config)
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter as their files describe them; no weight has been read."""
+
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+    limits: Limits
+    device: torch.device
+    dtype: torch.dtype
+    drafter_path: Path | None
+    drafter_config: DrafterConfig | None
+    no_drafter_reason: str | None
+
+
+def inspect(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Pair:
+    """What `config` names, checked as far as files tell; raises ConfigRejected with one line on what does not fit."""
     device = _device(config)
-    dtype = _dtype(config, device)
-    progress(0.05, "opening the model")
     try:
         checkpoint = open_checkpoint(
             config.model,
             allow_fetch=True,
             progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
         )
-        folder, drafter_config, reason = _drafter(config, checkpoint)
+        folder, drafter, reason = _drafter(config, checkpoint)
         tokenizer = checkpoint.load_tokenizer()
-        _check_vocabularies(tokenizer, checkpoint, folder, drafter_config)
-        limits = _limits(config, checkpoint, tokenizer, drafter_config)
+        _check_vocabularies(tokenizer, checkpoint, folder, drafter)
+    except (CheckpointError, DrafterMismatch) as refused:
+        raise ConfigRejected(
+            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
+        ) from None
+    limits = _limits(config, checkpoint, tokenizer, drafter)
+    return Pair(checkpoint, tokenizer, limits, device, _dtype(config, device), folder, drafter, reason)
+
+
+def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
+    """Loads target and drafter as `config` says; raises ConfigRejected with one line on what does not fit."""
+    threads = _set_threads(config)
+    progress(0.05, "opening the model")
+    pair = inspect(config, progress)
+    checkpoint, tokenizer, limits, device, dtype = (
+        pair.checkpoint,
+        pair.tokenizer,
+        pair.limits,
+        pair.device,
+        pair.dtype,
+    )
+    folder, drafter_config, reason = pair.drafter_path, pair.drafter_config, pair.no_drafter_reason
+    try:
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
         draft_factory, beside = choose_draft_linear(factory, dtype, device)

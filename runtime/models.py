@@ -104,10 +104,10 @@ class Checkpoint:
     def _digest(self) -> str:
         return sha256_of([self.path] if self.gguf else _weight_files(self.path))
 
-    def load_state(self) -> dict[str, torch.Tensor]:
+    def load_state(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, torch.Tensor]:
         """Return the weights by Hugging Face parameter name, on the CPU, without a tied head.
 
-        Dtypes are those of the folder; a GGUF file is dequantised to float32.
+        Those whose name is not `wanted` are left out and not read. Dtypes are those of the folder; a GGUF file is dequantised to float32.
 
         Raises:
             CheckpointError: no safetensors file, a damaged one, or a quantised folder.
@@ -115,7 +115,7 @@ class Checkpoint:
         import torch
 
         if self.gguf is not None:
-            return {name: torch.from_numpy(array) for name, array in hf_weights(self.gguf, self.config)}
+            return {name: torch.from_numpy(array) for name, array in hf_weights(self.gguf, self.config, wanted)}
         quantised = self.config.get("quantization_config")
         if quantised:
             method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
@@ -123,7 +123,7 @@ class Checkpoint:
                 f"{self.path}: weights quantised with {method!r} are not supported by the native engine;"
                 " give the unquantised model"
             )
-        state = _load_safetensors(_weight_files(self.path))
+        state = _load_safetensors(_weight_files(self.path), wanted)
         if self.config.get("tie_word_embeddings", False):
             state.pop("lm_head.weight", None)
         return state
@@ -332,14 +332,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _load_safetensors(files: list[Path]) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _load_safetensors(files: list[Path], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
 
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            part = load_file(file)
+            with safe_open(file, framework="pt") as opened:
+                part = {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file}: is not a readable safetensors file ({error}); copy it again"

@@ -105,6 +105,9 @@ class TargetModel:
             self.dtype,
         )
 
+    def close(self) -> None:
+        """Nothing of this model lives elsewhere."""
+
     def limit_vocabulary(self, size: int) -> None:
         """Keeps ids at or above the tokenizer's `size` (padding of the head) out of all logits."""
         self.vocab_size = min(self.vocab_size, size)
