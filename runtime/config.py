@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from runtime.interface import ConfigRejected
+from runtime.native_layouts import Layout
 from runtime.rejection import kind_of, nearest, rejection
 
 ENV_PREFIX = "DDTREE_"
@@ -71,8 +72,8 @@ class RuntimeConfig(BaseModel):
     """Name of an embedded model, a GGUF file or a Hugging Face folder."""
     drafter: Text | None = None
     """Folder in the published DFlash format; None = the one shipped for the model; "none" = no drafter."""
-    layout: Literal["single"] = "single"
-    """Parallelism mode; single = one process on one device."""
+    layout: Layout = "single"
+    """Parallelism mode: single (one process), or two ranks: tp2, ep2, pp2, tp2ep2."""
     mode: Literal["off", "chain", "tree"] = "tree"
     tree_budget: int | None = Field(default=None, ge=0, le=1024)
     """Most draft nodes in a tree, root excluded; None = calibrated at start-up; 0 = plain decoding."""

@@ -330,6 +330,8 @@ class Description(Frozen):
     threads: int | None
     linear: str | None
     """Which linear layers run: prepacked or plain."""
+    layout: str | None = None
+    """What is split over which processes, in words; may be less than the layout's name says."""
     host: str
     pid: int
     speculation: str

@@ -250,7 +250,7 @@ def hand_over(models: Models, sequence: Sequence) -> None:
 def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken, str | None] | None:
     """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason.
 
-    A sequence that has output already (it comes from another engine) gets keys and values for it, and no token.
+    One that has output already, from another engine, gets keys and values for it and no token.
     """
     start = sequence.committed_len
     end = min(sequence.prefill_len, start + chunk)

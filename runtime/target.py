@@ -8,7 +8,7 @@ registered, so transformers builds no mask of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,18 @@ from runtime.linear import Linear, LinearFactory, PlainLinear, replace_linears
 from runtime.models import Checkpoint, CheckpointError
 
 ATTENTION_NAME = "ddtree_slots"
+
+
+class Decoder(Protocol):
+    """The layers of a target; embedding and head are beside them."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+
+    @property
+    def head(self) -> Linear: ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class TargetModel:
             assert draft_linear is not None
             self._draft_head = draft_linear(state.get("lm_head.weight", state["model.embed_tokens.weight"]))
         rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
-        self._decoder: FusedDecoder | TransformersDecoder
+        self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
             self._decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
