@@ -90,6 +90,8 @@ class EngineThread:
         """The requests while there is no engine for them."""
         self._order: Order | None = None
         self._rebuilding: Order | None = None
+        self._generation = 0
+        """How many engines were built."""
         self._lost: str | None = None
         """Why the engine cannot decode any more."""
         self._before = config
@@ -188,6 +190,7 @@ class EngineThread:
         """Measures in an idle moment, obeys commands, decodes a round; or carries out a rebuild."""
         order, self._order = self._order, None
         if order is None and self._lost is not None:
+            self._say_error(f"{self._config.layout}: {self._lost}")
             order = recovery(self._config, self._before, self._lost, self._revision)
         if order is not None:
             self._rebuild(order)
@@ -203,9 +206,20 @@ class EngineThread:
 
     def _use(self, built: Built, config: RuntimeConfig) -> None:
         self._engine = built.engine
+        self._generation += 1
+        built.engine.models.target.watch(partial(self._heed_loss, self._generation))
         self._calibration = built.calibration.summary
         self._measurements[load_key(config)] = (built.calibration, built.seconds)
         self._baselines, self._measured = (), False
+
+    def _heed_loss(self, generation: int, cause: str) -> None:
+        """From any thread: the engine of `generation` cannot decode any more."""
+
+        def note() -> None:
+            if generation == self._generation and self._engine is not None:
+                self._lost = self._lost or cause
+
+        self._commands.put(note)
 
     def _serving(self) -> None:
         if self._degraded:
@@ -336,9 +350,12 @@ class EngineThread:
         """Ends all requests with the reason why `what` failed, and says it; the engine's thread goes on."""
         LOGGER.error("%s failed", what, exc_info=failure)
         reason = " ".join(f"{what} failed: {type(failure).__name__}: {failure}".split())
-        self._errors = (*self._errors[-9:], reason)
+        self._say_error(reason)
         engine.cancel_all(reason, "error")
-        self._publish(LogLine(time_s=time.time(), level="error", text=reason))
+
+    def _say_error(self, text: str) -> None:
+        self._errors = (*self._errors[-9:], text)
+        self._publish(LogLine(time_s=time.time(), level="error", text=text))
 
     def _obey(self, block: bool, seconds: float | None = None) -> None:
         """Runs waiting commands; with `block`, waits for one, `seconds` at most."""

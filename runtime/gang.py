@@ -18,6 +18,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -69,8 +70,8 @@ class Gang:
         self._closing = threading.Event()
         self.lost: str | None = None
         """The first fault, if there was one."""
-        self.on_lost: Callable[[str], object] = lambda _cause: None
-        """Called in another thread when a rank is lost while nobody waits for it."""
+        self._on_lost: Callable[[str], object] = lambda _cause: None
+        weakref.finalize(self, shutil.rmtree, self._folder, True)
         context = _context()
         self._pipes: list[connection.Connection] = []
         self._ranks: list[Any] = []
@@ -92,6 +93,13 @@ class Gang:
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(rank.pid for rank in self._ranks)
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """`on_lost` is called with the cause, in another thread, when a rank is lost while nobody waits for it."""
+        with self._lock:
+            self._on_lost = on_lost
+        if self.lost is not None:
+            on_lost(self.lost)
 
     def forward(self, message: bytes, answers: int) -> bytes:
         """Sends `message` to all ranks; returns what rank `answers` sends back. Raises EngineLost."""
@@ -181,6 +189,8 @@ class Gang:
 
     def _fault(self, index: int | None, text: str | None) -> EngineLost:
         """Ends the gang after a fault; where a rank was killed, its peers' complaints are not the cause."""
+        if index is not None and text is None:
+            text = self._last_words(index)
         killed = None
         deadline = time.monotonic() + 0.25
         while killed is None and (index is not None) and time.monotonic() < deadline:
@@ -204,6 +214,15 @@ class Gang:
             if rank.is_alive():
                 rank.kill()
         return EngineLost(cause)
+
+    def _last_words(self, index: int) -> str | None:
+        """The error a rank sent before it ended, if it did."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._pipes[index].poll():
+                message = self._pipes[index].recv_bytes()
+                if message[:1] == b"E":
+                    return message[1:].decode(errors="replace")
+        return None
 
     def _log_output(self) -> None:
         for path in sorted(self._folder.glob("rank*.log")):
@@ -229,7 +248,7 @@ class Gang:
                 self._send((0).to_bytes(8, "little"))
                 self._collect(range(len(self._ranks)), b"P", STALL_S, STEP_S)
             except EngineLost as lost:
-                self.on_lost(str(lost))
+                self._on_lost(str(lost))
                 return
             except OSError:
                 return  # closed meanwhile

@@ -94,6 +94,9 @@ class GangTarget(TargetModel):
         self.pool = RemotePool(torch.device("cpu"))
         self.words = _words(layout, checkpoint, gang)
 
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        self.gang.watch(on_lost)
+
     def close(self) -> None:
         """Ends the ranks."""
         self.gang.close()

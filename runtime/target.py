@@ -7,6 +7,7 @@ registered, so transformers builds no mask of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,6 +120,9 @@ class TargetModel:
 
     def close(self) -> None:
         """Nothing of this model lives elsewhere."""
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """`on_lost` is called, from any thread, when what holds the layers is gone; here that is this process."""
 
     def limit_vocabulary(self, size: int) -> None:
         """Keeps ids at or above the tokenizer's `size` (padding of the head) out of all logits."""
