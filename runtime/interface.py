@@ -7,7 +7,8 @@ Errors:
 
     RuntimeFault
     ├── RuntimeUnavailable   the engine is loading, draining or failed; try again later (HTTP 503)
-    │   └── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
+    │   ├── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
+    │   └── EngineLost       a process of the engine is gone; the runtime builds another engine
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
     └── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
 """
@@ -40,6 +41,10 @@ class RuntimeUnavailable(RuntimeFault):
 
 class RuntimeBusy(RuntimeUnavailable):
     """The queue is full, or the request waited in it for too long; nothing of it was computed."""
+
+
+class EngineLost(RuntimeUnavailable):
+    """A process that the engine runs in ended or hangs; its requests go on in another engine."""
 
 
 class RequestRejected(RuntimeFault):
@@ -185,6 +190,8 @@ class RequestStats(Frozen):
     """Output tokens after the first, per second of decode_s."""
     plain_reason: str | None = None
     """Why this request decodes plainly though speculation is configured; None if it does not."""
+    continued: str | None = None
+    """Under what an engine built meanwhile went on with it, and whether its text may differ; None: none was built."""
 
 
 class RequestFinished(Frozen):
@@ -323,6 +330,8 @@ class Description(Frozen):
     threads: int | None
     linear: str | None
     """Which linear layers run: prepacked or plain."""
+    layout: str | None = None
+    """What is split over which processes, in words; may be less than the layout's name says."""
     host: str
     pid: int
     speculation: str
@@ -411,7 +420,14 @@ class ChangePlan(Frozen):
 class ChangeReport(Frozen):
     revision: int
     applied: tuple[FieldChange, ...]
+    """Empty where the change failed and the configuration before it is in force."""
     summary: str
+    outage_s: float | None = None
+    """Seconds without service as measured, the carried requests' tokens computed anew included; None: no rebuild."""
+    carried: int = 0
+    """Requests that ran on under the engine built for the change."""
+    failure: str | None = None
+    """Why the change was taken back; None where it was applied."""
 
 
 @runtime_checkable
