@@ -63,6 +63,8 @@ class Engine:
         self.rounds = 0
         self._requests: dict[str, _Running] = {}
         self._serial = 0
+        self._prefilled = (0, 0.0)
+        """Prompt tokens computed since the last round, and the seconds that took."""
 
     @property
     def models(self) -> Models:
@@ -120,7 +122,11 @@ class Engine:
         drafts = self.models.draft_horizon > 0
         for ticket in self.scheduler.schedule(self.config.max_concurrency, self.config.prefix_reuse, drafts):
             self._announce(self._requests[ticket.request_id])
-        self._prefill()
+        began = time.perf_counter()
+        prefilled = self._prefill()
+        if prefilled:
+            tokens, seconds = self._prefilled
+            self._prefilled = (tokens + prefilled, seconds + time.perf_counter() - began)
         batch = [running for running in self._active() if running.ticket.sequence.prefilled]  # type: ignore[union-attr]
         if not batch:
             return None
@@ -182,8 +188,8 @@ class Engine:
             )
         )
 
-    def _prefill(self) -> None:
-        """Prefills up to `prefill_chunk` prompt tokens, first come first served."""
+    def _prefill(self) -> int:
+        """Prefills up to `prefill_chunk` prompt tokens, first come first served; returns how many."""
         room = self.config.prefill_chunk
         for running in self._active():
             sequence = _sequence(running.ticket)
@@ -195,7 +201,8 @@ class Engine:
             if first is not None:
                 self._deliver(running, [first[0]], first[1])
             if room <= 0:
-                return
+                break
+        return self.config.prefill_chunk - room
 
     def _deliver(self, running: _Running, tokens: list[OutputToken], finish: str | None) -> int:
         """Sends what new tokens add to the text; returns how many count, fewer where a stop string ended the text."""
@@ -279,6 +286,8 @@ class Engine:
             accept_counts=tuple(
                 running.accepts[length] for length in range(max(running.accepts, default=-1) + 1)
             ),
+            age_s=time.perf_counter() - ticket.submitted_at,
+            last_token_age_s=None if reason else _span(ticket.last_token_at, time.perf_counter()),
             queue_s=_span(ticket.submitted_at, ticket.started_at),
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,
@@ -288,6 +297,7 @@ class Engine:
 
     def _round_stats(self, result: RoundResult, emitted: list[int]) -> RoundStats:
         how = self.speculation(None, None)
+        (prefill_tokens, prefill_s), self._prefilled = self._prefilled, (0, 0.0)
         return RoundStats(
             index=self.rounds,
             time_s=time.time(),
@@ -301,6 +311,8 @@ class Engine:
             stage_s=result.stage_s,  # type: ignore[arg-type]
             slots_used=self.scheduler.slots_used,
             slots_total=self.models.cache.slots,
+            prefill_tokens=prefill_tokens,
+            prefill_s=prefill_s,
         )
 
     def _tree(self, index: int, position: int, outcome: SequenceRound, budget: int) -> TreeTrace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["off", "chain", "tree"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -44,6 +44,10 @@ class RequestStats(Frozen):
     """Mean tokens per decode round, bonus token included; None before the first round."""
     accept_counts: tuple[int, ...] = ()
     """Decode rounds by accept length: entry i counts the rounds that gave i tokens."""
+    age_s: float | None = None
+    """Since it was submitted; of a finished request, to its end."""
+    last_token_age_s: float | None = None
+    """Since its last token; None once it has finished."""
     queue_s: float | None = None
     ttft_s: float | None = None
     """Admission of the request to its first token."""
@@ -77,14 +81,31 @@ class RoundStats(Frozen):
     """Seconds in draft, tree, verify, accept, commit (`STAGES`)."""
     slots_used: int
     slots_total: int
+    prefill_tokens: int = 0
+    """Prompt tokens computed since the round before."""
+    prefill_s: float = 0.0
+    """Seconds spent on them."""
+
+
+class GpuProcess(Frozen):
+    """One process that holds memory of a GPU."""
+
+    pid: int
+    memory_used: int | None = None
+    """Bytes."""
+    ours: bool = False
+    """The runtime's own process or a child of it."""
 
 
 class GpuSample(Frozen):
-    """One GPU; None where the device or driver does not tell."""
+    """One GPU or MIG instance; None where the device or driver does not tell."""
 
     index: int
+    instance: int | None = None
+    """Number of the MIG instance; None: the whole GPU."""
     name: str
     uuid: str | None = None
+    bus_id: str | None = None
     utilisation: float | None = None
     """Share of the last sampling period in which a kernel ran, 0 to 1."""
     memory_used: int | None = None
@@ -93,7 +114,21 @@ class GpuSample(Frozen):
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    pcie_rx_b_s: float | None = None
+    """Bytes per second into the GPU, in a window of 20 ms; `tx` is out of it."""
+    pcie_tx_b_s: float | None = None
+    nvlink_rx_b_s: float | None = None
+    """Bytes per second of payload over all links, since the reading before."""
+    nvlink_tx_b_s: float | None = None
+    throttle: tuple[str, ...] | None = None
+    """What holds the clocks down, in words; empty: nothing does."""
+    processes: tuple[GpuProcess, ...] | None = None
     state: str = "ok"
+    """In words: ok, lost, or which readings the driver does not answer."""
+    ages: dict[str, float] = Field(default_factory=dict)
+    """Seconds since each field above was read; a field that has no value has no age."""
 
 
 class HostSample(Frozen):
