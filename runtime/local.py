@@ -41,7 +41,16 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
-from runtime.logs import LOGGER, log_place, log_prompt, log_request, set_level, start_logging
+from runtime.logs import (
+    LOGGER,
+    log_place,
+    log_prompt,
+    log_request,
+    set_level,
+    start_logging,
+    unwatch_log,
+    watch_log,
+)
 from runtime.telemetry import HostSampler
 from runtime.watching import Watcher
 
@@ -294,6 +303,13 @@ class LocalRuntime:
     def _run(self) -> None:
         """The engine's thread: load, then commands and steps until closed."""
         start_logging(self._config.log_level)
+        watched = watch_log(self._publish)
+        try:
+            self._work()
+        finally:
+            unwatch_log(watched)
+
+    def _work(self) -> None:
         try:
             self._load()
         except RuntimeFault as refused:
@@ -373,7 +389,7 @@ class LocalRuntime:
 
     def _survive(self, engine: Engine, what: str, failure: Exception) -> None:
         """Ends all requests with the reason why `what` failed, and says it; the engine's thread goes on."""
-        LOGGER.error("%s failed", what, exc_info=failure)
+        LOGGER.error("%s failed", what, exc_info=failure, extra={"watched": False})
         reason = " ".join(f"{what} failed: {type(failure).__name__}: {failure}".split())
         self._errors = (*self._errors[-9:], reason)
         engine.cancel_all(reason, "error")
