@@ -17,7 +17,9 @@ from textual.widgets import Footer, Static
 
 from console.figures import Figures
 from console.formats import NA, clean_line, percent, temperature
-from runtime.interface import Description, HostSample, LogLine, Status
+from console.host_window import Busy
+from console.latency import Latency
+from runtime.interface import Description, HostSample, LogLine, RequestStats, Status
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 LOST_CHARS = len("lost since 12:34:56")
@@ -42,8 +44,16 @@ class View:
     host: HostSample | None = None
     host_age_s: float | None = None
     figures: Figures = field(default_factory=Figures)
+    latency: Latency = Latency()
+    requests: tuple[RequestStats, ...] = ()
+    """Running and waiting ones first, then those that finished last."""
+    busy: Busy = Busy()
     lines: tuple[LogLine, ...] = ()
-    """The latest events and log lines, oldest first."""
+    """The latest log lines, oldest first."""
+    lines_total: int = 0
+    """How many there have ever been."""
+    events: tuple[LogLine, ...] = ()
+    """The latest changes, failures, snapshots and notices, oldest first; they are among the lines."""
     problem: str = ""
     """Why the status cannot be trusted; empty when it can."""
     notice: str = ""

@@ -65,9 +65,12 @@ class Engine:
         self.rounds = 0
         self.starts = True
         """False: what waits is not started."""
-        self.prefilled_tokens, self.prefill_s = 0, 0.0
         self._requests: dict[str, Running] = {}
         self._serial = 0
+        self.prefilled_tokens, self.prefill_s = 0, 0.0
+        """Prompt tokens computed so far, and the seconds that took."""
+        self._told_prefill = (0, 0.0)
+        """Of these, what the rounds so far have told."""
 
     @property
     def models(self) -> Models:
@@ -315,6 +318,8 @@ class Engine:
             accept_counts=tuple(
                 running.accepts[length] for length in range(max(running.accepts, default=-1) + 1)
             ),
+            age_s=time.perf_counter() - ticket.submitted_at,
+            last_token_age_s=None if reason else _span(ticket.last_token_at, time.perf_counter()),
             queue_s=_span(ticket.submitted_at, ticket.started_at),
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,
@@ -325,6 +330,8 @@ class Engine:
 
     def _round_stats(self, result: RoundResult, emitted: list[int]) -> RoundStats:
         how = self.speculation(None, None)
+        tokens, seconds = self._told_prefill
+        self._told_prefill = self.prefilled_tokens, self.prefill_s
         return RoundStats(
             index=self.rounds,
             time_s=time.time(),
@@ -338,6 +345,8 @@ class Engine:
             stage_s=result.stage_s,  # type: ignore[arg-type]
             slots_used=self.scheduler.slots_used,
             slots_total=self.models.cache.slots,
+            prefill_tokens=self.prefilled_tokens - tokens,
+            prefill_s=self.prefill_s - seconds,
         )
 
     def _tree(self, index: int, position: int, outcome: SequenceRound, budget: int) -> TreeTrace:

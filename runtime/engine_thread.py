@@ -31,7 +31,7 @@ from runtime.interface import (
     StatusChanged,
     WatchEvent,
 )
-from runtime.logs import LOGGER, set_level, start_logging
+from runtime.logs import LOGGER, set_level, start_logging, unwatch_log, watch_log
 from runtime.rebuild import (
     TICK_S,
     Built,
@@ -170,6 +170,13 @@ class EngineThread:
     def _run(self) -> None:
         """The engine's thread: load, then commands and steps until closed."""
         start_logging(self._config.log_level)
+        watched = watch_log(self._publish)
+        try:
+            self._work()
+        finally:
+            unwatch_log(watched)
+
+    def _work(self) -> None:
         try:
             self._use(build(self._config, None, self._set_progress), self._config)
         except Exception as failure:  # whatever it is, it is stated and ends the engine
@@ -348,7 +355,7 @@ class EngineThread:
 
     def _survive(self, engine: Engine, what: str, failure: Exception) -> None:
         """Ends all requests with the reason why `what` failed, and says it; the engine's thread goes on."""
-        LOGGER.error("%s failed", what, exc_info=failure)
+        LOGGER.error("%s failed", what, exc_info=failure, extra={"watched": False})
         reason = " ".join(f"{what} failed: {type(failure).__name__}: {failure}".split())
         self._say_error(reason)
         engine.cancel_all(reason, "error")
