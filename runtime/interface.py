@@ -9,7 +9,8 @@ Errors:
     ├── RuntimeUnavailable   the engine is loading, draining or failed; try again later (HTTP 503)
     │   └── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
-    └── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    ├── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    └── JobRefused           this job cannot start beside what runs; nothing of it was begun (HTTP 409)
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ class ConfigRejected(RuntimeFault):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class JobRefused(RuntimeFault):
+    """A job that must not start now: another one holds the engine, or other clients' requests run."""
+
+    exit_code = 3
 
 
 class Frozen(BaseModel):
@@ -290,7 +297,42 @@ class LogLine(Frozen):
     text: str
 
 
-WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine
+JobName = Literal["bench", "tune", "verify", "doctor", "snapshot", "rollback"]
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+
+
+class Job(Frozen):
+    """One long piece of work beside serving."""
+
+    id: str
+    name: JobName
+    holder: str
+    """Who started it."""
+    state: JobState = "queued"
+    progress: float | None = None
+    """0 to 1; None where it cannot be told."""
+    text: str = ""
+    """What it does, in the end its outcome or the reason why there is none; one line."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    result: dict[str, Any] | None = None
+    """Of a job that is done."""
+    started_at_s: float
+    """Unix time."""
+    ended_at_s: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("done", "failed", "cancelled")
+
+
+class JobProgress(Frozen):
+    """A job got on, or ended."""
+
+    kind: Literal["job"] = "job"
+    job: Job
+
+
+WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine | JobProgress
 
 
 class Baseline(Frozen):
@@ -420,7 +462,9 @@ class Runtime(Protocol):
 
     `generate` raises `RequestRejected` or `RuntimeUnavailable` before the first event; leaving its iterator early
     cancels the request. `watch` never blocks the engine: it is coalesced and bounded. `apply` raises `ConfigRejected`
-    when the revision is old or the plan is not allowed.
+    when the revision is old or the plan is not allowed. `start_job` returns the job's id at once; it raises
+    `ConfigRejected` for a kind or parameter that is wrong and `JobRefused` while another job or other clients' requests
+    stand in its way.
     """
 
     async def describe(self) -> Description: ...
@@ -440,5 +484,13 @@ class Runtime(Protocol):
     async def preview(self, change: dict[str, Any]) -> ChangePlan: ...
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport: ...
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str: ...
+
+    async def cancel_job(self, job_id: str) -> bool: ...
+
+    async def jobs(self) -> tuple[Job, ...]: ...
 
     async def aclose(self) -> None: ...

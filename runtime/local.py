@@ -30,6 +30,7 @@ from runtime.interface import (
     EngineState,
     GenerateEvent,
     GenerateRequest,
+    Job,
     LogLine,
     RequestFinished,
     RequestStats,
@@ -41,6 +42,8 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_kinds import ENGINE_JOBS
+from runtime.jobs import Jobs
 from runtime.logs import LOGGER, log_place, log_prompt, log_request, set_level, start_logging
 from runtime.telemetry import HostSampler
 from runtime.watching import Watcher
@@ -79,6 +82,7 @@ class LocalRuntime:
         self._measured = False
         self._calibration: str | None = None
         self._errors: tuple[str, ...] = ()
+        self.job_board = Jobs(self, ENGINE_JOBS, self._publish, self._call)
         self._engine: Engine | None = None
         self._started_at = time.time()
         self._closing = threading.Event()
@@ -248,7 +252,19 @@ class LocalRuntime:
             await _within(time.monotonic() + 1.0, self._call(lambda engine: engine.cancel_all(reason))) or 0
         )
 
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str:
+        return await self.job_board.start(kind, parameters or {}, author)
+
+    async def cancel_job(self, job_id: str) -> bool:
+        return self.job_board.cancel(job_id)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return self.job_board.all()
+
     async def aclose(self) -> None:
+        await self.job_board.close()
         self._closing.set()
         self._commands.put(None)
         while self._thread.is_alive():
