@@ -21,7 +21,10 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from console import messages
+from console.bench_orders import BenchOrders
+from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
+from console.controls_screen import ControlsScreen
 from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
@@ -32,10 +35,15 @@ from console.prompt_screen import PromptInput, PromptScreen
 from console.terminal import Terminal, driver_class
 from runtime.interface import LogLine, Runtime, Status
 
-SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
+SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
+    ("1", LiveScreen),
+    ("3", PromptScreen),
+    ("4", ControlsScreen),
+    ("7", BenchScreen),
+)
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify")
 TICK_S = 0.5
 NOTICE_S = 8.0
 KEEP_LINES = 500
@@ -45,6 +53,7 @@ COMMANDS = "Every command by name; in an input too with ctrl+p."
 QUIT = "Leave; asks first if that would end something. An attached console leaves its server alone."
 COPY = "Copy the selected text; without any, quit as q does."
 SUSPEND = "Refused: what runs in this process would stop too."
+VERIFY = "Check that speculation changes no token: prompts plain and speculative, compared"
 _BUDGET = Binding.Group("budget", compact=True)
 
 
@@ -60,7 +69,7 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(App[Ending]):
+class ConsoleApp(BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -366,6 +375,8 @@ class ConsoleApp(App[Ending]):
                 key = self.get_key_display(binding)
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
+        if not self.view.read_only:
+            yield SystemCommand("Verify", VERIFY, self.action_verify)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
 
 

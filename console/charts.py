@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 from textual.app import RenderResult
 from textual_plotext import PlotextPlot
+
+from console.formats import bar
 
 MIN_WIDTH, MIN_HEIGHT = 12, 3
 """Cells under which no axes fit; the chart is then blank, its title remains."""
@@ -78,3 +81,64 @@ def _runs(values: Sequence[float | None]) -> list[list[int]]:
         else:
             runs.append([index])
     return runs
+
+
+class SweepChart(PlotextPlot):
+    """One figure of the cases of one load: over the tree budget where several were measured, else as bars."""
+
+    def __init__(self, title: str, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._title = title
+        self.border_title = title
+        self._cases: tuple[tuple[str, int, float], ...] = ()
+
+    def show(self, results: Sequence[Mapping[str, Any]], figure: str) -> None:
+        """Draws `figure` of results that differ in mode and tree budget alone."""
+        cases = tuple(
+            (str(each["mode"]), int(each["tree_budget"]), float(each[figure]))
+            for each in results
+            if isinstance(each.get(figure), int | float)
+        )
+        if cases != self._cases:
+            self._cases = cases
+            over = " by tree budget; lines: plain, chain" if len(self._trees) > 1 else ""
+            self.border_title = f"{self._title}{over}"
+            self.refresh()
+
+    @property
+    def _trees(self) -> list[tuple[int, float]]:
+        return sorted((budget, value) for mode, budget, value in self._cases if mode == "tree")
+
+    def render(self) -> RenderResult:
+        width, height = self.size
+        if not self._cases or width < MIN_WIDTH or height < 1:
+            return Text("")
+        if len(self._trees) < 2 or height < MIN_HEIGHT + 1:
+            return self._bars(width)
+        self._draw()
+        return super().render()
+
+    def _bars(self, width: int) -> Text:
+        most = max(value for _, _, value in self._cases)
+        text = Text(no_wrap=True)
+        for mode, budget, value in sorted(self._cases, key=lambda case: (case[0], case[1])):
+            name = f"tree {budget}" if mode == "tree" else mode
+            shown = f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+            text.append(f"{name:<9}{shown:>7} ")
+            text.append(bar(value / most if most > 0 else None, max(width - 18, 0)), "share")
+            text.append("\n")
+        return text
+
+    def _draw(self) -> None:
+        plot, trees = self.plt, self._trees
+        budgets, values = [budget for budget, _ in trees], [value for _, value in trees]
+        plot.clear_figure()
+        for mode, colour in (("off", "orange"), ("chain", "green")):
+            for level in (value for name, _, value in self._cases if name == mode):
+                plot.plot([budgets[0], budgets[-1]], [level, level], marker="braille", color=colour)
+        plot.plot(budgets, values, marker="braille", color="cyan")
+        plot.scatter(budgets, values, marker="dot", color="cyan")
+        plot.ylim(0, max(value for _, _, value in self._cases) * 1.1)
+        plot.xticks(budgets, [str(budget) for budget in budgets])
+        plot.xaxes(True, False)
+        plot.yaxes(True, False)

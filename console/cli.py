@@ -127,7 +127,7 @@ def console(
 ) -> int:
     """Open the console: live figures and controls."""
     _check_together(given, attach, listen, on_hangup)
-    config = given.resolve().config if attach is None else None
+    resolved = given.resolve() if attach is None else None
     missing = _missing_terminal()
     if missing:
         tell(
@@ -141,14 +141,15 @@ def console(
 
     who = author(f"console {os.getpid()}")
     read_only = read_only or _is_set("DDTREE_READ_ONLY")
-    if config is None:
+    if resolved is None:
         return run_console(opened(str(attach)), read_only=read_only, attached_to=attach, author=who)
     service = None
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
         service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value)
-    return run_console(partial(open_runtime, config), read_only=read_only, service=service, author=who)
+    opener = partial(open_runtime, resolved.config, resolved.origins)
+    return run_console(opener, read_only=read_only, service=service, author=who)
 
 
 def _check_together(given: Given, attach: str | None, listen: str | None, on_hangup: OnHangup | None) -> None:

@@ -17,7 +17,7 @@ from textual.widgets import Footer, Static
 
 from console.figures import Figures
 from console.formats import NA, clean_line, percent, temperature
-from runtime.interface import Description, HostSample, LogLine, Status
+from runtime.interface import Description, HostSample, Job, LogLine, Status
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 LOST_CHARS = len("lost since 12:34:56")
@@ -50,6 +50,8 @@ class View:
     notice_bad: bool = False
     read_only: bool = False
     place: Place = Place()
+    jobs: tuple[Job, ...] = ()
+    """Those that run and those that ended lately, the latest first."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class View:
         if self.status is None:
             return "starting"
         words = str(self.status.state)
-        if words == "loading" and self.status.load_progress is not None:
+        if words in ("loading", "rebuilding") and self.status.load_progress is not None:
             words += f" {percent(self.status.load_progress)}"
         return words
 
@@ -165,6 +167,20 @@ class StatusBar(Horizontal):
         self.query_one("#state", Panel).put(state)
 
 
+def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
+    """The screens by number; by name too where half the width is enough for that."""
+    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width // 2
+    text = Text()
+    for key, name in tabs:
+        mine = name == here
+        if mine:
+            text.append(f"[{key} {name}]", "bold reverse")
+        else:
+            text.append(f" {key} {name} " if names else f" {key}")
+        text.append(" ")
+    return text
+
+
 class NoticeBar(Horizontal):
     """The screens by number, the last notice or the engine's reason, and where the runtime is if not here."""
 
@@ -174,16 +190,12 @@ class NoticeBar(Horizontal):
         self._here = here
 
     def compose(self) -> ComposeResult:
-        tabs = Text()
-        for key, name in self._tabs:
-            mine = name == self._here
-            tabs.append(f"[{key} {name}]" if mine else f" {key} {name} ", "bold reverse" if mine else "")
-            tabs.append(" ")
-        yield Static(tabs, id="tabs")
+        yield Panel(id="tabs", classes="")
         yield Panel(classes="bar", id="notice")
         yield Panel(classes="bar line", id="where")
 
     def show(self, view: View) -> None:
+        self.query_one("#tabs", Panel).put(tabs_text(self._tabs, self._here, self.size.width))
         text, style = view.notice, "bad" if view.notice_bad else "bold"
         if not text:
             style = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.config import RuntimeConfig
 from runtime.interface import Runtime
@@ -14,11 +14,21 @@ if TYPE_CHECKING:
     from runtime.http_client import HttpRuntime
 
 
-async def open_runtime(config: RuntimeConfig) -> Runtime:
-    """An in-process runtime for `config`; returns at once and loads afterwards."""
+async def open_runtime(config: RuntimeConfig, origins: Mapping[str, str] | None = None) -> Runtime:
+    """An in-process runtime for `config`; returns at once and loads afterwards.
+
+    `origins`: field to where its value came from.
+    """
     from runtime.local import LocalRuntime
 
-    return LocalRuntime(config)
+    return LocalRuntime(config, origins=origins)
+
+
+def prompts_of(path: Path) -> list[dict[str, Any]]:
+    """The prompts in a file of this host, to be sent with a job; raises ValueError naming file and line."""
+    from runtime.prompt_sets import read_prompts
+
+    return [{**prompt} for prompt in read_prompts(path)]
 
 
 def author(program: str) -> str:

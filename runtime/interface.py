@@ -412,6 +412,10 @@ class Status(Frozen):
     errors: tuple[str, ...] = ()
     history: tuple[AppliedChange, ...] = ()
     """The last applied changes, the latest one last."""
+    origins: dict[str, str] = Field(default_factory=dict)
+    """Configuration field to where its value came from; fields that are missing: unknown."""
+    last_good: dict[str, Any] | None = None
+    """The configuration that last proved itself on the runtime's host; None where none is kept."""
 
 
 class TreeNode(Frozen):

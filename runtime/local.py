@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +44,7 @@ from runtime.interface import (
 )
 from runtime.job_kinds import ENGINE_JOBS
 from runtime.jobs import Jobs
+from runtime.last_good import LastGood
 from runtime.logs import LOGGER, log_place, log_prompt, log_request, set_level, start_logging
 from runtime.telemetry import HostSampler
 from runtime.watching import Watcher
@@ -66,9 +67,16 @@ RETRY_AFTER_S = {EngineState.LOADING: 5.0, EngineState.REBUILDING: 5.0, EngineSt
 class LocalRuntime:
     """Runtime over an engine thread."""
 
-    def __init__(self, config: RuntimeConfig, degraded: str | None = None) -> None:
-        """`degraded`: why `config` is not the configuration that was asked for, if it is not."""
+    def __init__(
+        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+    ) -> None:
+        """`degraded`: why `config` is not the configuration that was asked for, if it is not.
+
+        `origins`: field to where its value came from, as far as that is known.
+        """
         self._config = config
+        self._origins = dict(origins or {})
+        self._last_good = LastGood()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._watchers: list[Watcher] = []
         self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
@@ -113,6 +121,7 @@ class LocalRuntime:
         """After a failed load: loads `config` instead, and serves it as degraded with `reason`."""
         self._thread.join()
         self._config, self._degraded = config, reason
+        self._origins = dict.fromkeys(type(config).model_fields, "last good configuration")
         self._settled.clear()
         self._set_progress(0.0, "starting with another configuration")
         self._thread = self._engine_thread()
@@ -123,7 +132,7 @@ class LocalRuntime:
     async def status(self) -> Status:
         engine = self._engine
         scheduler = engine.scheduler if engine else None
-        config = self._config.model_dump()
+        config, good = self._config.model_dump(), self._last_good.recall()
         if engine is not None and config["tree_budget"] is None:
             config["tree_budget"] = engine.default_budget
         return Status(
@@ -142,6 +151,8 @@ class LocalRuntime:
             calibration=self._calibration,
             errors=self._errors,
             history=self._history,
+            origins=self._origins,
+            last_good=good.model_dump() if good else None,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -230,6 +241,7 @@ class LocalRuntime:
         set_level(self._config.log_level)
         self._revision += 1
         self._history = recorded(self._history, plan, self._revision, author)
+        self._origins |= {each.field: f"changed by {author}" for each in plan.changes}
         self._set_state(self._state, self._reason)
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
 

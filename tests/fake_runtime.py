@@ -115,6 +115,8 @@ class FakeRuntime:
         """Set: streams break after that many rounds."""
         self.errors: tuple[str, ...] = ()
         self.calibration: str | None = None
+        self.origins: dict[str, str] = {"model": "default", "tree_budget": "command line"}
+        self.last_good: dict[str, Any] | None = None
         self.seen: list[GenerateRequest] = []
         self.closed = False
         self._state = EngineState.LOADING if loading else EngineState.READY
@@ -203,6 +205,8 @@ class FakeRuntime:
             errors=self.errors,
             calibration=self.calibration,
             history=self._history,
+            origins=self.origins,
+            last_good=self.last_good,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
