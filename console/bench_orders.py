@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,22 @@ from console.bench_screen import BenchScreen
 from console.choose_dialog import ChooseDialog, TextDialog
 from console.dialogs import ConfirmDialog
 from console.formats import clean_line
-from console.operations import Operations
+from console.taste import Taste
+
+FIELDS = dataclasses.fields(Load)
 
 
-class BenchOrders(Operations):
+class BenchOrders(Taste):
+    """Handlers of the Bench screen's orders."""
+
+    def remembered_load(self) -> Load:
+        """The load of the last start."""
+        usual = Load()
+        kept = {
+            each.name: self.preference(f"bench.{each.name}", getattr(usual, each.name)) for each in FIELDS
+        }
+        return Load(**kept)  # type: ignore[arg-type]
+
     @property
     def bench(self) -> BenchScreen:
         screen = self._screens[BenchScreen.NAME]
@@ -51,6 +64,7 @@ class BenchOrders(Operations):
     def _use_load(self, load: Load | None) -> None:
         if load is not None:
             self.bench.use(load)
+            self.remember(**{f"bench.{name}": value for name, value in dataclasses.asdict(load).items()})
 
     def _ask_to_cancel(self) -> None:
         job = next((each for each in self.view.jobs if not each.over), None)

@@ -24,6 +24,7 @@ from console.frame import ConsoleScreen, Panel, View, styled
 from console.lists import List, Row
 from runtime.interface import Job
 
+COLUMNS = ("case", "at once", "T", "tok/s", "range", "x plain", "accept", "TTFT")
 CHANGING = ("start", "verify", "cancel_job")
 
 
@@ -37,12 +38,14 @@ class BenchScreen(ConsoleScreen):
         Binding("x", "cancel_job", "cancel", tooltip="Cancel the job that runs, after asking."),
         Binding("v", "app.verify", "verify", tooltip="Check that speculation changes no token."),
         Binding("w", "keep", "keep", tooltip="Keep these results as a JSON file in the data folder."),
-        Binding("E", "export", "CSV", tooltip="Export these results as a CSV file in the data folder."),
+        Binding(
+            "E", "export", "CSV", show=False, tooltip="Export these results as a CSV file in the data folder."
+        ),
         Binding("o", "open", "open", tooltip="Open results that were kept."),
         Binding(
             "c", "compare", "compare", tooltip="Compare with results that were kept; again: stop comparing."
         ),
-        Binding("slash", "filter", "filter", tooltip="Filter the cases."),
+        Binding("slash", "filter", "filter", show=False, tooltip="Filter the cases."),
     ]
 
     class Ordered(Message):
@@ -68,10 +71,7 @@ class BenchScreen(ConsoleScreen):
             Panel("load", id="load"),
             Panel("job", id="job"),
             FilterBar(),
-            List(
-                id="cases",
-                columns=("case", "conc", "T", "tok/s", "range", "x plain", "accept", "TTFT", "than kept"),
-            ),
+            List(id="cases", columns=COLUMNS),
             Panel(id="verdict", classes="bar"),
             Horizontal(
                 SweepChart("tok/s", id="speed_chart", classes="panel"),
@@ -114,7 +114,7 @@ class BenchScreen(ConsoleScreen):
 
     def _draw_results(self) -> None:
         bench, rows = self.bench, self._rows()
-        self.query_one(List).show(rows)
+        self.query_one(List).show(rows, (*COLUMNS, "than kept") if self.other is not None else COLUMNS)
         self._draw_verdict()
         key = self._chosen()
         results = bench.results if bench is not None and key is not None else ()
@@ -260,7 +260,7 @@ def _cells(result: Mapping[str, Any], others: Mapping[Any, Mapping[str, Any]] | 
         "good" if gain is not None and gain >= 1.02 else "bad" if gain is not None and gain <= 0.98 else ""
     )
     apart = f"{rate(result.get('tok_s_min'))}-{rate(result.get('tok_s_max'))}"
-    return (
+    cells = (
         Text(clean_line(case_name(key), 20), style="bold"),
         Text(str(key[2]), justify="right"),
         Text(f"{key[3]:g}", justify="right"),
@@ -269,8 +269,8 @@ def _cells(result: Mapping[str, Any], others: Mapping[Any, Mapping[str, Any]] | 
         Text.assemble((number(gain), style), justify="right"),
         Text(number(result.get("accept_length")), justify="right"),
         Text(duration(result.get("ttft_s")), justify="right"),
-        Text("" if others is None else against(result, others.get(key)), justify="right"),
     )
+    return cells if others is None else (*cells, Text(against(result, others.get(key)), justify="right"))
 
 
 def _conditions(bench: Bench) -> str:

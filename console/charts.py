@@ -15,6 +15,11 @@ MIN_WIDTH, MIN_HEIGHT = 12, 3
 """Cells under which no axes fit; the chart is then blank, its title remains."""
 
 
+ORDER = {"off": 0, "chain": 1, "tree": 2}
+CURVE_HEIGHT = 8
+"""Cells under which a curve over the tree budget says less than bars."""
+
+
 class TimeChart(PlotextPlot):
     """One value per second up to the present; None is a hole, not a zero. The vertical axis starts at 0."""
 
@@ -101,19 +106,23 @@ class SweepChart(PlotextPlot):
         )
         if cases != self._cases:
             self._cases = cases
-            over = " by tree budget; lines: plain, chain" if len(self._trees) > 1 else ""
-            self.border_title = f"{self._title}{over}"
             self.refresh()
+        over = " by tree budget; lines: plain, chain" if self._has_curve else ""
+        self.border_title = f"{self._title}{over}"
 
     @property
     def _trees(self) -> list[tuple[int, float]]:
         return sorted((budget, value) for mode, budget, value in self._cases if mode == "tree")
 
+    @property
+    def _has_curve(self) -> bool:
+        return len(self._trees) > 1 and self.size.height >= CURVE_HEIGHT
+
     def render(self) -> RenderResult:
         width, height = self.size
         if not self._cases or width < MIN_WIDTH or height < 1:
             return Text("")
-        if len(self._trees) < 2 or height < MIN_HEIGHT + 1:
+        if not self._has_curve:
             return self._bars(width)
         self._draw()
         return super().render()
@@ -121,7 +130,7 @@ class SweepChart(PlotextPlot):
     def _bars(self, width: int) -> Text:
         most = max(value for _, _, value in self._cases)
         text = Text(no_wrap=True)
-        for mode, budget, value in sorted(self._cases, key=lambda case: (case[0], case[1])):
+        for mode, budget, value in sorted(self._cases, key=lambda case: (ORDER.get(case[0], 9), case[1])):
             name = f"tree {budget}" if mode == "tree" else mode
             shown = f"{value:.1f}" if value >= 10 else f"{value:.2f}"
             text.append(f"{name:<9}{shown:>7} ")

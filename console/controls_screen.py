@@ -33,7 +33,7 @@ class ControlsScreen(ConsoleScreen):
             "a", "apply_draft", "apply", tooltip="Apply all edits as one change, after its plan is shown."
         ),
         Binding("backspace", "drop", "drop", tooltip="Drop the edit of this field."),
-        Binding("D", "drop_all", "drop all", tooltip="Drop all edits."),
+        Binding("D", "drop_all", "drop all", show=False, tooltip="Drop all edits."),
         Binding("L", "last_good", "last good", tooltip="Collect what leads to the last good configuration."),
         Binding("slash", "filter", "filter", tooltip="Filter the fields."),
     ]

@@ -112,23 +112,6 @@ class Panel(Static):
         return content.get_height(self.styles, self.content_size.width) == self.content_size.height
 
 
-PALETTE = {
-    "good": "bold #4ebf71",
-    "bad": "bold #f0616d",
-    "fair": "bold #ffa62b",
-    "share": "#4ebf71",
-    "stage": "#57a5e2",
-    "bonus": "underline #ffa62b",
-}
-"""Named styles of the screens, for dark themes; the words beside them say the same."""
-LIGHT_PALETTE = {
-    "good": "bold #1a7f37",
-    "bad": "bold #b3122a",
-    "fair": "bold #8a5300",
-    "share": "#1a7f37",
-    "stage": "#0550ae",
-    "bonus": "underline #8a5300",
-}
 STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad", "lost": "bad"}
 
 
@@ -204,6 +187,17 @@ class NoticeBar(Horizontal):
         self.query_one("#where", Panel).put(styled(view.where, "bold"))
 
 
+class KeyFooter(Footer):
+    """The keys of the screen, with the way to all of them always in sight."""
+
+    def __init__(self) -> None:
+        super().__init__(show_command_palette=False, compact=True)
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield Static(Text.assemble(("?", "bold"), " all keys"), classes="all_keys")
+
+
 class ConsoleScreen(Screen[None]):
     """Base of the screens on the number keys. A subclass gives `NAME`, `body()` and `show()`."""
 
@@ -221,7 +215,7 @@ class ConsoleScreen(Screen[None]):
         yield StatusBar()
         yield NoticeBar(self._tabs, self.NAME)
         yield from self.body()
-        yield Footer(show_command_palette=False, compact=True)
+        yield KeyFooter()
         yield Static(id="too_small")
 
     def body(self) -> list[Widget]:
