@@ -230,9 +230,11 @@ def job_text(jobs: tuple[Job, ...], now_s: float, width: int) -> tuple[str, Text
     if running is not None:
         spent = max(now_s - running.started_at_s, 0.0)
         share = running.progress
-        left = duration(spent * (1 - share) / share) if share else NA
-        text = Text(formats.bar(share, max(min(width - 44, 40), 0)), style="stage")
-        text = Text.assemble(text, f" {percent(share)} · {duration(spent)} so far · about {left} left\n")
+        left = f"about {duration(spent * (1 - share) / share)}" if share else NA
+        bar = formats.bar(share, max(min(width - 50, 40), 0))
+        text = Text.assemble(
+            "▕", (bar, "stage"), f"▏ {percent(share)} · {duration(spent)} so far · left: {left}\n"
+        )
         text.append(clean_line(running.text or "starting", 200))
         return f"{running.id} runs, started by {clean_line(running.holder, 40)}; x cancels", text
     if not jobs:

@@ -96,7 +96,7 @@ async def test_a_bench_runs_with_progress_and_its_results_are_a_table_a_verdict_
         assert "no results yet" in driven.text("#verdict")
         await driven.press("r")
         await driven.until(lambda: "step 3 of 5" in driven.text("#job"), "progress")
-        assert "left" in driven.text("#job") and "40 %" in driven.text("#job")
+        assert "left: about" in driven.text("#job") and "40 %" in driven.text("#job")
         title = str(driven.app.screen.query_one("#job").border_title)
         assert title.startswith("bench-1 runs, started by console")
         await driven.until(lambda: "fastest: tree 8" in driven.text("#job"), "the end")
