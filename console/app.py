@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from rich.theme import Theme
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
@@ -22,17 +21,21 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from console import messages
+from console.bench_orders import BenchOrders
+from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
+from console.controls_screen import ControlsScreen
 from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
-from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
+from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
 from console.log_screen import LogScreen
+from console.preferences import PreferenceFile
 from console.prompt_screen import PromptInput, PromptScreen
 from console.request_list import RequestTable
 from console.terminal import Terminal, driver_class
@@ -42,17 +45,20 @@ from runtime.interface import LogLine, Runtime, Status
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
     ("1", LiveScreen),
     ("3", PromptScreen),
+    ("4", ControlsScreen),
+    ("7", BenchScreen),
     ("8", LogScreen),
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 TREE_SCREEN = "Tree"
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify")
 TICK_S = 0.5
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
+THEME = "Next colours: dark, light, high contrast, none. Remembered for the next start."
 QUIT = "Leave; asks first if that would end something. An attached console leaves its server alone."
 COPY = "Copy the selected text; without any, quit as q does."
 SUSPEND = "Refused: what runs in this process would stop too."
@@ -71,7 +77,7 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(App[Ending]):
+class ConsoleApp(BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -85,7 +91,8 @@ class ConsoleApp(App[Ending]):
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
-        Binding("question_mark", "help", "help", tooltip="This help."),
+        Binding("question_mark", "help", "help", show=False, tooltip="This help."),
+        Binding("T", "theme", "theme", show=False, tooltip=THEME),
         Binding("colon", "command_palette", "commands", show=False, tooltip=COMMANDS),
         Binding("ctrl+p", "command_palette", "commands", show=False, priority=True, tooltip=COMMANDS),
         Binding("q", "quit", "quit", tooltip=QUIT),
@@ -106,7 +113,9 @@ class ConsoleApp(App[Ending]):
         terminal: Terminal | None = None,
         place: Place = Place(),  # noqa: B008
         author: str = "console",
+        preferences: PreferenceFile | None = None,
     ) -> None:
+        """`preferences`: where they are remembered; None: nowhere."""
         super().__init__(
             driver_class=driver_class(terminal) if terminal is not None else None,
             ansi_color=True if no_color() else None,
@@ -123,6 +132,8 @@ class ConsoleApp(App[Ending]):
         self._notice_until_s = 0.0
         self._state = ""
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
+        self.begin_taste(preferences, no_color())
+        self.bench.load = self.remembered_load()
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -136,15 +147,11 @@ class ConsoleApp(App[Ending]):
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
             sys.stdout = sys.stderr = self._terminal.stream
-        self.theme_changed_signal.subscribe(self, lambda _theme: self._colour())
-        self._colour()
-        await self.action_screen_named(LiveScreen.NAME)
+        self.theme_changed_signal.subscribe(self, lambda _theme: self.apply_colours())
+        self.apply_colours()
+        await self.action_screen_named(self.first_screen)
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start)
-
-    def _colour(self) -> None:
-        """Gives the named styles the colours for the theme's ground."""
-        self.console.push_theme(Theme(PALETTE if self.current_theme.dark else LIGHT_PALETTE))
 
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
@@ -421,14 +428,14 @@ class ConsoleApp(App[Ending]):
         return f"{requests} not finished; the rest of the text would be lost."
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Every key of the screen as a command, and the theme."""
+        """Every key of the screen as a command, then those of the other screens and what has no key."""
         for node, binding, enabled, tooltip in screen.active_bindings.values():
             if enabled and node in (self, screen) and tooltip and "palette" not in binding.action:
                 title, _, more = tooltip.partition(". ")
                 key = self.get_key_display(binding)
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
-        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        yield from self.other_commands()
 
 
 def no_color() -> bool:

@@ -15,6 +15,7 @@ from textual.message import Message
 
 from console import messages
 from console.formats import clean_line, clock
+from console.orders import Orders
 from runtime.interface import (
     AppliedChange,
     ChangePlan,
@@ -22,6 +23,7 @@ from runtime.interface import (
     FieldChange,
     GenerateRequest,
     HostSample,
+    JobProgress,
     LogLine,
     RequestAdmitted,
     RequestFinished,
@@ -94,10 +96,11 @@ class Bridge:
         """Set: read the status now."""
         self._reshaped = asyncio.Event()
         """Set: a finished load or rebuild may have changed the description."""
-        self._done: list[FieldChange] = []
+        self._done: list[tuple[FieldChange, ...]] = []
         """Applied changes, the last one last; what undo reverts."""
         self._ended = True
         """Requests ended since they were last listed."""
+        self.orders = Orders(lambda: self._runtime, post, describe_error, author)
         self._seen: Status | None = None
         """What the operator has before their eyes."""
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
@@ -164,6 +167,7 @@ class Bridge:
             try:
                 self._post(messages.DescriptionArrived(await runtime.describe()))
                 self._reshaped.clear()
+                await self.orders.look_at_jobs()
                 await self._reshaped.wait()
             except RuntimeFault:
                 await asyncio.sleep(LOADING_STATUS_S)
@@ -193,6 +197,8 @@ class Bridge:
             case RequestStats():
                 self._ended = True
                 self._post(messages.RequestArrived(event))
+            case JobProgress():
+                self._post(messages.JobChanged(event.job))
             case StatusChanged():
                 self._post(messages.StateChanged(event))
                 self._look.set()
@@ -232,6 +238,20 @@ class Bridge:
         async with self._changing:
             await self._change(step, undo=False)
 
+    async def apply(self, change: Mapping[str, Any], plan: ChangePlan) -> None:
+        """Applies a collected change as it was planned; refused if the configuration changed since."""
+        async with self._changing:
+            answer = await self.orders.apply(change, plan)
+            self._look.set()
+            if isinstance(answer, str):
+                self._post(messages.ChangeRefused(answer))
+                return
+            self._done.append(answer.applied)
+            fields = tuple(each.field for each in answer.applied)
+            config = {each.field: each.new for each in answer.applied}
+            mode = {"mode": (self._seen.config if self._seen else {}).get("mode")}
+            self._post(messages.ChangeDone(done_text(plan, answer, False), fields, mode | config, False))
+
     async def undo(self) -> None:
         """Reverts the last applied change, unless its field was changed again since."""
         async with self._changing:
@@ -241,10 +261,13 @@ class Bridge:
             last = self._done[-1]
 
             def revert(config: Mapping[str, Any]) -> dict[str, Any] | str:
-                if config.get(last.field) != last.new:
-                    self._done.pop()
-                    return f"not undone: {last.field} was changed again since, to {config.get(last.field)}"
-                return {last.field: last.old}
+                for each in last:
+                    if config.get(each.field) != each.new:
+                        self._done.pop()
+                        return (
+                            f"not undone: {each.field} was changed again since, to {config.get(each.field)}"
+                        )
+                return {each.field: each.old for each in last}
 
             await self._change(revert, undo=True)
 
@@ -274,7 +297,7 @@ class Bridge:
         if undo:
             self._done.pop()
         else:
-            self._done.extend(report.applied)
+            self._done.append(report.applied)
         self._show(status)
         fields = tuple(change.field for change in report.applied)
         self._post(messages.ChangeDone(done_text(plan, report, undo), fields, dict(status.config), undo))

@@ -130,7 +130,7 @@ def console(
 ) -> int:
     """Open the console: live figures and controls."""
     _check_together(given, attach, listen, on_hangup)
-    config = given.resolve().config if attach is None else None
+    resolved = given.resolve() if attach is None else None
     missing = _missing_terminal()
     if missing:
         tell(
@@ -139,21 +139,23 @@ def console(
         return REFUSED
     from functools import partial
 
+    from console.preferences import PreferenceFile, preference_path
     from console.session import run_console
     from runtime.connect import author, open_runtime, opened
 
-    who = author(f"console {os.getpid()}")
+    shown = partial(
+        run_console, author=author(f"console {os.getpid()}"), preferences=PreferenceFile(preference_path())
+    )
     read_only = read_only or _is_set("DDTREE_READ_ONLY")
-    if config is None:
-        return run_console(opened(str(attach)), read_only=read_only, attached_to=attach, author=who)
+    if resolved is None:
+        return shown(opened(str(attach)), read_only=read_only, attached_to=attach)
     service = None
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
         service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
-    return run_console(
-        partial(open_runtime, config, not no_fallback), read_only=read_only, service=service, author=who
-    )
+    opener = partial(open_runtime, resolved.config, resolved.origins, not no_fallback)
+    return shown(opener, read_only=read_only, service=service)
 
 
 def _check_together(given: Given, attach: str | None, listen: str | None, on_hangup: OnHangup | None) -> None:

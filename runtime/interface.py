@@ -10,7 +10,8 @@ Errors:
     │   ├── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
     │   └── EngineLost       a process of the engine is gone; the runtime builds another engine
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
-    └── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    ├── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    └── JobRefused           this job cannot start beside what runs; nothing of it was begun (HTTP 409)
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from runtime.samples import (
     GpuProcess,
     GpuSample,
     HostSample,
+    Job,
+    JobName,
+    JobProgress,
+    JobState,
     LogLine,
     Mode,
     RequestStats,
@@ -55,6 +60,11 @@ __all__ = [
     "GpuProcess",
     "GpuSample",
     "HostSample",
+    "Job",
+    "JobName",
+    "JobProgress",
+    "JobRefused",
+    "JobState",
     "LogLine",
     "Mode",
     "RequestAdmitted",
@@ -114,6 +124,12 @@ class ConfigRejected(RuntimeFault):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class JobRefused(RuntimeFault):
+    """A job that must not start now: another one holds the engine, or other clients' requests run."""
+
+    exit_code = 3
 
 
 class SamplingParams(Frozen):
@@ -290,6 +306,10 @@ class Status(Frozen):
     errors: tuple[str, ...] = ()
     history: tuple[AppliedChange, ...] = ()
     """The last applied changes, the latest one last."""
+    origins: dict[str, str] = Field(default_factory=dict)
+    """Configuration field to where its value came from; fields that are missing: unknown."""
+    last_good: dict[str, Any] | None = None
+    """The configuration that last proved itself on the runtime's host; None where none is kept."""
 
 
 class ChangePlan(Frozen):
@@ -325,7 +345,9 @@ class Runtime(Protocol):
 
     `generate` raises `RequestRejected` or `RuntimeUnavailable` before the first event; leaving its iterator early
     cancels the request. `watch` never blocks the engine: it is coalesced and bounded. `apply` raises `ConfigRejected`
-    when the revision is old or the plan is not allowed.
+    when the revision is old or the plan is not allowed. `start_job` returns the job's id at once; it raises
+    `ConfigRejected` for a kind or parameter that is wrong and `JobRefused` while another job or other clients' requests
+    stand in its way.
     """
 
     async def describe(self) -> Description: ...
@@ -345,5 +367,13 @@ class Runtime(Protocol):
     async def preview(self, change: dict[str, Any]) -> ChangePlan: ...
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport: ...
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str: ...
+
+    async def cancel_job(self, job_id: str) -> bool: ...
+
+    async def jobs(self) -> tuple[Job, ...]: ...
 
     async def aclose(self) -> None: ...

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ from runtime.interface import (
     EngineState,
     GenerateEvent,
     GenerateRequest,
+    Job,
     RequestFinished,
     RequestStats,
     RuntimeBusy,
@@ -34,6 +35,9 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_kinds import ENGINE_JOBS
+from runtime.jobs import Jobs
+from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
 from runtime.rebuild import (
     Order,
@@ -45,7 +49,7 @@ from runtime.rebuild import (
 from runtime.watching import Watcher
 
 if TYPE_CHECKING:
-    pass
+    from runtime.config import RuntimeConfig
 
 T = TypeVar("T")
 
@@ -55,13 +59,21 @@ BUSY_RETRY_AFTER_S = 10.0
 class LocalRuntime(EngineThread):
     """Runtime over an engine thread."""
 
+    def __init__(
+        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+    ) -> None:
+        """As `EngineThread`."""
+        super().__init__(config, degraded, origins)
+        self._last_good = LastGood()
+        self.job_board = Jobs(self, ENGINE_JOBS, self._publish, self._call)
+
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)
 
     async def status(self) -> Status:
         engine = self._engine
         scheduler, parked = engine.scheduler if engine else None, self._parked
-        config = self._config.model_dump()
+        config, good = self._config.model_dump(), self._last_good.recall()
         if engine is not None and config["tree_budget"] is None:
             config["tree_budget"] = engine.default_budget
         return Status(
@@ -80,6 +92,8 @@ class LocalRuntime(EngineThread):
             calibration=self._calibration,
             errors=self._errors,
             history=self._history,
+            origins=self._origins,
+            last_good=good.model_dump() if good else None,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -234,7 +248,19 @@ class LocalRuntime(EngineThread):
             await _within(time.monotonic() + 1.0, self._call(lambda engine: engine.cancel_all(reason))) or 0
         )
 
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str:
+        return await self.job_board.start(kind, parameters or {}, author)
+
+    async def cancel_job(self, job_id: str) -> bool:
+        return self.job_board.cancel(job_id)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return self.job_board.all()
+
     async def aclose(self) -> None:
+        await self.job_board.close()
         self._closing.set()
         self._commands.put(None)
         while self._thread.is_alive():

@@ -6,7 +6,7 @@ These values cross `runtime.interface`, which gives their names on; nothing is i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -178,7 +178,42 @@ class LogLine(Frozen):
     text: str
 
 
-WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine
+JobName = Literal["bench", "tune", "verify", "doctor", "snapshot", "rollback"]
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+
+
+class Job(Frozen):
+    """One long piece of work beside serving."""
+
+    id: str
+    name: JobName
+    holder: str
+    """Who started it."""
+    state: JobState = "queued"
+    progress: float | None = None
+    """0 to 1; None where it cannot be told."""
+    text: str = ""
+    """What it does, in the end its outcome or the reason why there is none; one line."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    result: dict[str, Any] | None = None
+    """Of a job that is done."""
+    started_at_s: float
+    """Unix time."""
+    ended_at_s: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("done", "failed", "cancelled")
+
+
+class JobProgress(Frozen):
+    """A job got on, or ended."""
+
+    kind: Literal["job"] = "job"
+    job: Job
+
+
+WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine | JobProgress
 
 
 class Baseline(Frozen):
