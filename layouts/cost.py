@@ -74,8 +74,12 @@ class Prediction:
         return self.concurrency * self.tok_s
 
 
-def rates(hardware: Hardware, ranks: int = 1) -> Rates | str:
-    """The rates of one of `ranks` ranks, or which figures of `hardware` are missing."""
+def rates(hardware: Hardware, degrees: Degrees = Degrees(), engine: Engine = "native") -> Rates | str:  # noqa: B008
+    """The rates of one rank, or which figures of `hardware` are missing.
+
+    Ranks that share a device share what it gives while they work; stages of the native pipeline work in turns.
+    """
+    ranks = degrees.ranks
     needed = {"memory_gb_s": hardware.memory_gb_s, "tflops": hardware.tflops}
     if ranks > 1:
         needed |= {"link_gb_s": hardware.link_gb_s, "link_latency_us": hardware.link_latency_us}
@@ -83,7 +87,7 @@ def rates(hardware: Hardware, ranks: int = 1) -> Rates | str:
     if missing:
         return f"{hardware.title}: {', '.join(missing)} not known"
     assert hardware.memory_gb_s is not None and hardware.tflops is not None
-    part = ranks if hardware.shared else 1
+    part = busy_ranks(degrees, engine) if hardware.shared else 1
     return Rates(
         memory=hardware.memory_gb_s * 1e9 * hardware.memory_efficiency / part,
         arithmetic=hardware.tflops * 1e12 * hardware.compute_efficiency / part,
@@ -97,6 +101,11 @@ def rates(hardware: Hardware, ranks: int = 1) -> Rates | str:
         switched=hardware.switched,
         overlaps=hardware.overlaps,
     )
+
+
+def busy_ranks(degrees: Degrees, engine: Engine) -> int:
+    """Ranks that work at the same time."""
+    return degrees.ranks // degrees.pp if engine == "native" else degrees.ranks
 
 
 def experts_touched(count: int, per_token: int, rows: int) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from layouts.library import MAX_BYTES, Library, explained
-from layouts.presets import Conditions, Evidence, Scope
+from layouts.presets import Conditions, Degrees, Evidence, Scope
 from layouts.values import Frozen, LayoutError, model_name
 
 LOCK_S = 10.0
@@ -222,6 +222,58 @@ def from_figures(figures: Iterable[Any], measured: Measured) -> tuple[Evidence, 
 
 def _text(value: object) -> str | None:
     return None if value is None else " ".join(str(value).split()) or None
+
+
+def from_snapshot(
+    config: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    measurements: Mapping[str, Any],
+    layout: str,
+    source: str,
+) -> tuple[Evidence, ...]:
+    """Records of a snapshot's `config.toml`, `environment.toml` and `measurements.json`, in its own scope.
+
+    Raises LayoutError where the snapshot does not say which hardware it was taken on.
+    """
+    hardware = environment.get("hardware")
+    hardware = hardware if isinstance(hardware, Mapping) else {}
+    gpus = [gpu for gpu in hardware.get("gpus") or () if isinstance(gpu, Mapping)]
+    on_gpu = bool(gpus) and not str(config.get("device", "auto")).startswith("cpu")
+    named = str(gpus[0].get("name") if on_gpu else hardware.get("cpu"))
+    if named in ("", "n/a", "None"):
+        raise LayoutError(f"{source}: environment.toml does not name the hardware, so there is no scope")
+    software = environment.get("software")
+    packages = software.get("packages") if isinstance(software, Mapping) else None
+    wanted = ("torch",) if config.get("engine", "native") == "native" else ("sglang", "torch")
+    versions = {
+        name: str(packages[name])
+        for name in wanted
+        if isinstance(packages, Mapping) and packages.get(name) not in (None, "n/a")
+    }
+    degrees = Degrees.parse(layout)
+    try:
+        scope = Scope(
+            hardware=named if on_gpu else cpu_class(named, config.get("threads")),
+            devices=degrees.ranks if on_gpu and degrees else 1,
+            interconnect=str(hardware.get("interconnect") or ("NVLink" if _linked(hardware) else "PCIe"))
+            if on_gpu
+            else "gloo",
+            engine=config.get("engine", "native"),
+            versions=versions,
+        )
+    except ValidationError as error:
+        raise LayoutError(f"{source}: {explained(error, Scope)}") from None
+    results = measurements.get("results")
+    return from_figures(
+        results if isinstance(results, list) else [],
+        Measured(model_name(str(config.get("model", "model"))), layout, scope, source),
+    )
+
+
+def _linked(hardware: Mapping[str, Any]) -> bool:
+    """Whether some pair of GPUs is joined by NVLink, as nvidia-smi names it (NV1, NV18, ...)."""
+    links = [link for link in hardware.get("links") or () if isinstance(link, Mapping)]
+    return any(str(link.get("kind", "")).startswith("NV") for link in links)
 
 
 def bench_scope(report: Mapping[str, Any], hardware: str | None, devices: int, interconnect: str) -> Scope:

@@ -67,8 +67,8 @@ class Fit(Frozen):
         return "fits" if self.total <= self.capacity else "does not fit"
 
     @property
-    def refusal(self) -> str | None:
-        """Why it does not fit, with the numbers."""
+    def shortage(self) -> str | None:
+        """Why it does not fit, with the numbers; None where it does."""
         if self.verdict != "does not fit":
             return None
         assert self.capacity is not None

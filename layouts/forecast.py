@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from layouts.calibrate import Calibration, Case
-from layouts.cost import Prediction, Rates, predict
+from layouts.cost import Prediction, Rates, busy_ranks, predict
 from layouts.fit import Load
 from layouts.presets import Degrees, Evidence, Preset
 from layouts.shapes import Hardware, ModelShape
@@ -77,11 +77,10 @@ class Forecaster:
         at = self._load_of(record)
         accept = 1.0 if said.mode == "off" else said.accept_length
         assert accept is not None
-        ranks = degrees.ranks
 
         def made(given: Rates) -> Prediction:
             return predict(
-                self.shape, degrees, self.preset.engine, at, accept, _for_ranks(given, ranks, self)
+                self.shape, degrees, self.preset.engine, at, accept, _for_degrees(given, degrees, self)
             )
 
         return Case(record, made)
@@ -121,9 +120,10 @@ class Forecaster:
         return Compared(record, None, "its conditions do not say enough")
 
 
-def _for_ranks(given: Rates, ranks: int, maker: Forecaster) -> Rates:
-    """`given`, made for the preset's ranks, for another number of ranks: those of one CPU share it."""
+def _for_degrees(given: Rates, degrees: Degrees, maker: Forecaster) -> Rates:
+    """`given`, made for the preset's degrees, for those of a record: ranks on one CPU share it."""
     if not maker.hardware.shared:
         return given
-    share = maker.preset.degrees.ranks / ranks
+    engine = maker.preset.engine
+    share = busy_ranks(maker.preset.degrees, engine) / busy_ranks(degrees, engine)
     return replace(given, memory=given.memory * share, arithmetic=given.arithmetic * share)

@@ -66,7 +66,8 @@ def _named(items: Mapping[str, Item], name: str, what: str) -> Item:
     if name in items:
         return items[name]
     near = difflib.get_close_matches(name, list(items), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(items)) or 'none'}"
+    known = f"known are {', '.join(sorted(items))}" if len(items) <= 8 else "'ddtree layouts list' names them"
+    hint = f"did you mean {near[0]}?" if near else known
     raise LayoutError(f"{what} {name!r} is not known; {hint}")
 
 

@@ -27,7 +27,9 @@ class Question(Frozen):
     context: int = 1024
     """Mean tokens of a sequence, and what must fit for each."""
     mode: Mode | None = None
-    """None: as the preset says, else off."""
+    """None: as the preset says."""
+    default_mode: Mode = "off"
+    """Of presets that say none."""
     tree_budget: int | None = None
     accept_length: float | None = None
     accept_words: str = "as given"
@@ -50,6 +52,8 @@ class LayoutPlan:
     mode: Mode
     refused: tuple[str, ...] = ()
     fit: Fit | None = None
+    shortage: str = ""
+    """Why not all asked sequences fit at once, with the numbers, if so."""
     forecasts: tuple[Forecast, ...] = ()
     no_forecast: str = ""
     """Why nothing is predicted, if so."""
@@ -80,7 +84,8 @@ def plan_all(
     presets: Sequence[Preset] | None = None,
     rank_by: int | None = None,
 ) -> tuple[LayoutPlan, ...]:
-    """Plans of `presets` (None = all), ranked: this host's first, possible ones first, then predicted tok/s in total.
+    """Plans of `presets` (None = all), ranked: this host's first, then by model, possible ones first, then predicted
+    tok/s in total.
 
     `rank_by` is the load they are ranked at; None = the first one asked.
     """
@@ -90,10 +95,11 @@ def plan_all(
 
 
 def ranked(plans: Sequence[LayoutPlan], concurrency: int) -> tuple[LayoutPlan, ...]:
-    def place(plan: LayoutPlan) -> tuple[bool, bool, float, str]:
+    def place(plan: LayoutPlan) -> tuple[bool, str, bool, float, str]:
         forecast = plan.at(concurrency)
         return (
             not plan.here,
+            plan.preset.model or "",
             not plan.possible,
             -(forecast.prediction.total_tok_s if forecast else 0.0),
             plan.preset.name,
@@ -106,7 +112,7 @@ def plan_layout(library: Library, host: Host, question: Question, known: Known, 
     """The plan of one preset: on the host where it is for any, else on the hardware it names."""
     hardware = host.hardware if preset.hardware == HOST else library.device(preset.hardware)
     shape = library.model(preset.model) if preset.model else question.model
-    here = _is_here(preset, host, question.model)
+    here = is_here(preset, host, question.model)
     devices = preset.devices or preset.degrees.ranks
     available = host.devices if preset.hardware == HOST else devices
     asked = _Asked.of(preset, question, shape, hardware)
@@ -137,9 +143,9 @@ def plan_layout(library: Library, host: Host, question: Question, known: Known, 
     if refused:
         return replace(plan, refused=tuple(refused), no_forecast="it is refused")
     memory = _fit(shape, preset, asked, hardware)
-    if memory.refusal:
-        refused.append(memory.refusal)
-    plan = replace(plan, fit=memory, refused=tuple(refused))
+    if memory.shortage and not memory.largest_concurrency:
+        return replace(plan, fit=memory, refused=(memory.shortage,), no_forecast="it is refused")
+    plan = replace(plan, fit=memory, shortage=memory.shortage or "")
     return _with_forecasts(plan, shape, hardware, question, asked, scope, found, memory)
 
 
@@ -154,7 +160,9 @@ class _Asked:
     @classmethod
     def of(cls, preset: Preset, question: Question, shape: ModelShape | None, hardware: Hardware) -> _Asked:
         wishes = preset.speculation
-        mode = question.mode or wishes.mode or "off"
+        mode = question.mode or wishes.mode or question.default_mode
+        if question.mode is None and wishes.mode is None and (shape is None or shape.drafter is None):
+            mode = "off"
         if preset.degrees.pp > 1 and preset.engine == "sglang" and question.mode is None:
             mode = "off"
         block = block_of(shape.drafter if shape else None, wishes.block_size) or CHAIN_BLOCK
@@ -173,7 +181,7 @@ class _Asked:
         return cls(load, 1.0 if mode == "off" else question.accept_length, question.accept_words)
 
 
-def _is_here(preset: Preset, host: Host, model: ModelShape | None) -> bool:
+def is_here(preset: Preset, host: Host, model: ModelShape | None) -> bool:
     """Whether a preset is for this host and, where that is known, for the model in question."""
     if preset.model is not None and model is not None and model.name != preset.model:
         return False
@@ -226,7 +234,7 @@ def _with_forecasts(
     preset = plan.preset
     mine = tuple(record for record in found if _is_of(record, preset, asked.load.mode))
     plan = replace(plan, findings=tuple(record for record in mine if record.middle is None))
-    at = rates(hardware, preset.degrees.ranks)
+    at = rates(hardware, preset.degrees, preset.engine)
     if isinstance(at, str):
         compared = tuple(Compared(record, None, at) for record in mine if record.middle is not None)
         return replace(plan, no_forecast=at, compared=compared)
@@ -240,8 +248,6 @@ def _with_forecasts(
         maker.compare(record, accept, calibration, at) for record in mine if record.middle is not None
     )
     plan = replace(plan, calibration=calibration.words, compared=compared, accept_words=words)
-    if memory.largest_concurrency == 0:
-        return replace(plan, no_forecast="it does not fit")
     corrected = calibration.apply(at)
     if accept is None:
         maker, accept = replace(maker, load=plain(asked.load)), 1.0

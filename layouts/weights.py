@@ -7,7 +7,7 @@ from math import ceil
 from typing import Literal
 
 from layouts.presets import Degrees
-from layouts.shapes import DrafterShape, ModelShape, bytes_of
+from layouts.shapes import DrafterShape, Formats, ModelShape, bytes_of
 from layouts.values import Engine
 
 Group = Literal["attention", "replicated", "mlp", "experts", "router", "norms", "embedding", "head"]
@@ -179,8 +179,8 @@ def split_share(shape: ModelShape, degrees: Degrees, engine: Engine) -> float:
     ranks = degrees.ranks // degrees.dp
     if ranks == 1:
         return 0.0
-    one = Degrees()
-    whole = resident(shape, one, engine, 0).total
+    shape = shape.model_copy(update={"formats": Formats()})
+    whole = resident(shape, Degrees(), engine, 0).total
     held = sum(resident(shape, degrees, engine, stage).total for stage in range(degrees.pp)) * (
         ranks // degrees.pp
     )
