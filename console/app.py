@@ -41,7 +41,7 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "choose")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
 TICK_S = 0.5
 NOTICE_S = 8.0
 KEEP_LINES = 500

@@ -11,6 +11,7 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 
+from console.figures import plain_baseline
 from console.formats import clean_line
 from console.frame import ConsoleScreen, Panel, View
 from console.layouts_view import (
@@ -115,6 +116,7 @@ class LayoutsScreen(ConsoleScreen):
         described = view.description
         threads = described.threads if described is not None else config.get("threads")
         setting = view.figures.setting
+        baseline = plain_baseline(view.status.baselines) if view.status is not None else None
         on_cpu = str(config.get("device", "auto")) == "cpu"
         return Asked(
             model=str(config.get("model")),
@@ -128,6 +130,8 @@ class LayoutsScreen(ConsoleScreen):
             concurrency=LOADS[self._load],
             context=CONTEXT,
             every=self._every,
+            layout=str(config.get("layout")),
+            plain_tok_s=baseline.tok_s if baseline is not None else None,
             attached=view.place.attached_to is not None,
         )
 
@@ -175,6 +179,10 @@ class LayoutsScreen(ConsoleScreen):
             f"{ranking.host.words}"
         )
         return clean_line(title, max(self.size.width - 6, 20))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """In a read-only console the key that applies is dimmed."""
+        return None if action == "choose" and self._view.read_only else True
 
     def action_move(self, rows: int) -> None:
         if self._ranking is not None and self._ranking.plans:

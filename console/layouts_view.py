@@ -13,7 +13,7 @@ from layouts.forecast import Compared
 from layouts.host import Device, Host, cpu_name, host_of, shape_of
 from layouts.library import Library, load_library
 from layouts.plan import LayoutPlan, Question, is_here, plan_all
-from layouts.presets import Evidence
+from layouts.presets import Conditions, Evidence, Scope
 from layouts.shapes import ModelShape
 from layouts.values import LayoutError, Mode
 
@@ -37,6 +37,10 @@ class Asked:
     context: int
     every: bool
     """Also the layouts for other hardware."""
+    layout: str
+    """The one in force."""
+    plain_tok_s: float | None
+    """Plain decoding of one request, as the runtime measured it in this layout."""
     attached: bool
     """The runtime is elsewhere: its files and its CPU's name cannot be read here."""
 
@@ -77,6 +81,7 @@ def make_ranking(asked: Asked) -> Ranking:
         accept_length=asked.accept_length,
         accept_words="as measured here since the last flip",
     )
+    known = Known((*known.records, *_baseline(library, host, shape, asked)), known.problem)
     chosen = [
         preset
         for preset in library.presets.values()
@@ -86,6 +91,25 @@ def make_ranking(asked: Asked) -> Ranking:
     ]
     plans = plan_all(library, host, question, known, chosen)
     return Ranking(asked, host, plans, words, _problems(library, known))
+
+
+def _baseline(library: Library, host: Host, shape: ModelShape | None, asked: Asked) -> tuple[Evidence, ...]:
+    """The runtime's own baseline as a record of this host's scope."""
+    now = next((p for p in library.presets.values() if p.field_value == asked.layout), None)
+    if now is None or shape is None or asked.plain_tok_s is None or asked.attached:
+        return ()
+    on_cpu = host.hardware.device == "cpu"
+    scope = Scope(
+        hardware=host.hardware.class_name,
+        devices=1 if on_cpu else now.degrees.ranks,
+        interconnect=host.hardware.interconnect,
+        engine=now.engine,
+    )
+    conditions = Conditions(model=shape.name, layout=now.degrees.label, mode="off", concurrency=1)
+    source = "baseline measured by this runtime"
+    return (
+        Evidence(unit="tok/s", value=asked.plain_tok_s, scope=scope, conditions=conditions, source=source),
+    )
 
 
 def _problems(library: Library, known: Known) -> tuple[str, ...]:
@@ -107,9 +131,7 @@ def ranking_text(ranking: Ranking, selected: int, first: int, rows: int, width: 
     """Rows `first ..` of the ranking with a bar each; `now` is the layout in force."""
     plans = ranking.plans
     load = ranking.asked.concurrency
-    best = max(
-        (forecast.prediction.total_tok_s for plan in plans if (forecast := plan.at(load))), default=0.0
-    )
+    best = _best_of_each_model(plans, load)
     names = max((len(plan.preset.name) for plan in plans), default=0)
     labels = max((len(plan.label) for plan in plans), default=0)
     text = Text()
@@ -243,8 +265,10 @@ def _compared_text(compared: Compared) -> Text:
     record = compared.record
     text = Text()
     text.append(f"measured {clean_line(record.figure)}", "bold")
+    if record.conditions.mode:
+        text.append(f", mode {record.conditions.mode}")
     if record.conditions.concurrency:
-        text.append(f" at {record.conditions.concurrency}")
+        text.append(f", at {record.conditions.concurrency}")
     if compared.predicted is not None:
         error = NA if compared.error is None else f"{compared.error * 100:+.0f} %"
         text.append(f"; predicted {rate(compared.predicted)}, error {error}")

@@ -56,7 +56,8 @@ class Calibration:
             for name, factor in self.factors.items()
             if abs(factor - 1) >= 0.01
         )
-        return f"calibrated by {len(self.cases)} records of {self.scope.words}: {moved or 'nothing moved'}"
+        records = f"{len(self.cases)} record{'s' if len(self.cases) > 1 else ''}"
+        return f"calibrated by {records} of {self.scope.words}: {moved or 'nothing moved'}"
 
     def apply(self, rates: Rates) -> Rates:
         return replace(

@@ -98,10 +98,11 @@ def _native(shape: ModelShape, degrees: Degrees) -> Iterator[str]:
     tp = degrees.tp
     if tp > 1 and shares_of(shape, degrees, "native").partial:
         heads = f"{shape.heads} query and {shape.kv_heads} KV heads do not divide by tp = {tp}"
-        if shape.experts is not None:
-            yield f"{heads}, and {shape.title} has no plain MLP that could be split alone"
-        elif shape.intermediate_size % tp:
-            yield f"{heads}, nor does the MLP width {shape.intermediate_size}"
+        width = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
+        if degrees.ep > 1:
+            yield f"{heads}; use ep2"
+        elif width % tp:
+            yield f"{heads}, nor does the MLP width {width}; use pp2"
 
 
 def _sglang(shape: ModelShape, degrees: Degrees) -> Iterator[str]:

@@ -77,7 +77,8 @@ class Prediction:
 def rates(hardware: Hardware, degrees: Degrees = Degrees(), engine: Engine = "native") -> Rates | str:  # noqa: B008
     """The rates of one rank, or which figures of `hardware` are missing.
 
-    Ranks that share a device share what it gives while they work; stages of the native pipeline work in turns.
+    Ranks that share a device share its bandwidth while they work, and its cores always; stages of the native pipeline
+    work in turns.
     """
     ranks = degrees.ranks
     needed = {"memory_gb_s": hardware.memory_gb_s, "tflops": hardware.tflops}
@@ -90,7 +91,7 @@ def rates(hardware: Hardware, degrees: Degrees = Degrees(), engine: Engine = "na
     part = busy_ranks(degrees, engine) if hardware.shared else 1
     return Rates(
         memory=hardware.memory_gb_s * 1e9 * hardware.memory_efficiency / part,
-        arithmetic=hardware.tflops * 1e12 * hardware.compute_efficiency / part,
+        arithmetic=hardware.tflops * 1e12 * hardware.compute_efficiency / (ranks if hardware.shared else 1),
         link=(hardware.link_gb_s or 1.0) * 1e9,
         step_s=(hardware.link_latency_us or 0.0) * 1e-6,
         kernel_s=hardware.kernel_us * 1e-6,

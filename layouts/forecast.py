@@ -125,5 +125,6 @@ def _for_degrees(given: Rates, degrees: Degrees, maker: Forecaster) -> Rates:
     if not maker.hardware.shared:
         return given
     engine = maker.preset.engine
-    share = busy_ranks(maker.preset.degrees, engine) / busy_ranks(degrees, engine)
-    return replace(given, memory=given.memory * share, arithmetic=given.arithmetic * share)
+    mine = maker.preset.degrees
+    memory = given.memory * busy_ranks(mine, engine) / busy_ranks(degrees, engine)
+    return replace(given, memory=memory, arithmetic=given.arithmetic * mine.ranks / degrees.ranks)

@@ -197,7 +197,7 @@ def _refusals(
 ) -> tuple[str, ...]:
     load = asked.load
     if hardware.device == "cpu" and preset.engine == "sglang":
-        return ("SGLang needs a GPU in this console; there is none here",)
+        return ("SGLang layouts are for GPUs, and this host has none",)
     word = "GPU" if hardware.device == "gpu" else "rank"
     found = list(refusals(shape, preset.degrees, preset.engine, load.mode, available, word))
     if load.mode == "tree" and preset.engine == "sglang":
@@ -258,9 +258,9 @@ def _with_forecasts(
 
 
 def _is_of(record: Evidence, preset: Preset, mode: Mode) -> bool:
-    """Whether a record is of these degrees and this mode."""
+    """Whether a record is of these degrees and of this mode or plain decoding, its yardstick."""
     said = record.conditions
-    return said.layout in (None, preset.degrees.label) and said.mode in (None, mode)
+    return said.layout in (None, preset.degrees.label) and said.mode in (None, "off", mode)
 
 
 def plain(load: Load) -> Load:

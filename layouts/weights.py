@@ -107,8 +107,8 @@ def shares_of(shape: ModelShape, degrees: Degrees, engine: Engine) -> Shares:
     """What one rank holds under `degrees`.
 
     SGLang splits heads, MLP, experts, vocabulary and drafter over the tensor-parallel ranks and repeats KV heads where
-    there are fewer than ranks. The native engine leaves the drafter whole, splits the vocabulary of a tied embedding
-    only with the rest, and where KV heads do not divide splits nothing but the MLP.
+    there are fewer than ranks. The native engine leaves embedding, head and drafter whole, and where KV heads do not
+    divide splits nothing but the MLP.
     """
     tp, spread = degrees.tp, max(degrees.tp, degrees.ep)
     if engine == "sglang":
@@ -117,9 +117,8 @@ def shares_of(shape: ModelShape, degrees: Degrees, engine: Engine) -> Shares:
         return Shares(1 / tp, kv, 1 / tp, 1 / spread, 1 / tp, 1 / tp, cache, 1 / tp)
     if tp > 1 and (shape.heads % tp or shape.kv_heads % tp):
         return Shares(1.0, 1.0, 1 / tp, 1 / spread, 1.0, 1.0, 1.0, 1.0, partial=True)
-    table = 1 / tp if shape.tied else 1.0
     cache = 1.0 if shape.latent is not None else 1 / tp
-    return Shares(1 / tp, 1 / tp, 1 / tp, 1 / spread, table, 1 / tp, cache, 1.0)
+    return Shares(1 / tp, 1 / tp, 1 / tp, 1 / spread, 1.0, 1.0, cache, 1.0)
 
 
 def stage_layers(layers: int, pp: int, engine: Engine) -> tuple[range, ...]:
