@@ -32,11 +32,13 @@ from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
+from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
 from console.log_screen import LogScreen
 from console.preferences import PreferenceFile
 from console.prompt_screen import PromptInput, PromptScreen
+from console.proposals import propose
 from console.request_list import RequestTable
 from console.terminal import Terminal, driver_class
 from console.verdict import alarm
@@ -46,6 +48,7 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
     ("1", LiveScreen),
     ("3", PromptScreen),
     ("4", ControlsScreen),
+    ("6", LayoutsScreen),
     ("7", BenchScreen),
     ("8", LogScreen),
 )
@@ -305,6 +308,12 @@ class ConsoleApp(BenchOrders, App[Ending]):
             self._notice(f"{name} is cancelled" if ended else f"{name} had ended already")
 
         self.run_worker(cancel(), name="cancel", exit_on_error=False)
+
+    def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
+        self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
+
+    def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
+        self._notice(event.text, bad=True)
 
     # Keys
 

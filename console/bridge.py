@@ -238,6 +238,18 @@ class Bridge:
         async with self._changing:
             await self._change(step, undo=False)
 
+    async def preview(self, change: Mapping[str, Any]) -> ChangePlan | str:
+        """What `change` would do, or in words why it cannot be done."""
+        if self._runtime is None:
+            return "the runtime has not started yet"
+        try:
+            plan = await self._runtime.preview(dict(change))
+        except Exception as error:
+            return describe_error(error)
+        if not plan.allowed:
+            return refused(plan)
+        return plan if plan.changes else f"no change: {plan.summary}"
+
     async def apply(self, change: Mapping[str, Any], plan: ChangePlan) -> None:
         """Applies a collected change as it was planned; refused if the configuration changed since."""
         async with self._changing:
