@@ -24,6 +24,7 @@ ELSEWHERE = {
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
     "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
+    "doctor": ("runtime.doctor_commands", "doctor", "Check driver, CUDA, packages and host."),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""
