@@ -30,6 +30,11 @@ ELSEWHERE = {
         "Compare modes and budgets, or measure a server under load.",
     ),
     "doctor": ("runtime.doctor_commands", "doctor", "Check driver, CUDA, packages and host."),
+    "tune": (
+        "runtime.tune_commands",
+        "tune",
+        "Find the fastest mode and tree budget for this host and load.",
+    ),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""

@@ -152,7 +152,7 @@ def bench(
         budgets=budgets_of(config, tree_budget) or (None,),
         temperatures=temperatures_of(config, temperature),
         prompts=_load_prompts(prompts, prompts_per_kind, random_words, seed),
-        slo=_slo(slo),
+        slo=slo_of(slo),
     )
     for size in (*plan.concurrency, *plan.rates):
         if not 0 < size < float("inf"):
@@ -335,7 +335,8 @@ def _load_prompts(
     return random_prompts(int(low), int(high), 256, seed)
 
 
-def _slo(text: str | None) -> "Slo | None":
+def slo_of(text: str | None) -> "Slo | None":
+    """The limits named by `--slo`; raises a usage error."""
     if text is None:
         return None
     limits = {}

@@ -105,8 +105,9 @@ class OpenAiTarget:
 class RuntimeTarget:
     """A runtime through its interface, without HTTP in between."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, client: str = "bench") -> None:
         self._runtime = runtime
+        self._client = client
 
     async def send(self, shot: Shot) -> AsyncIterator[Arrived | Ended]:
         load = shot.load
@@ -121,7 +122,7 @@ class RuntimeTarget:
             mode=load.mode,
             tree_budget=load.tree_budget,
             reuse_prefix=False,
-            client="bench",
+            client=self._client,
         )
         try:
             async with aclosing(self._runtime.generate(request)) as events:  # type: ignore[type-var]

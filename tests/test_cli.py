@@ -26,6 +26,7 @@ COMMANDS = (
     "service",
     "model",
     "doctor",
+    "tune",
     "train-drafter",
 )
 
