@@ -27,6 +27,7 @@ COMMANDS = (
     "model",
     "doctor",
     "tune",
+    "report",
     "train-drafter",
 )
 
