@@ -263,7 +263,7 @@ async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: Progres
     budgets = tuple(each for each in plan.budgets if each is not None)
     config = with_room(config, budgets)
     config = config.changed({"max_concurrency": max(config.max_concurrency, *plan.concurrency, 1)})
-    runtime = await open_runtime(config)
+    runtime = await open_runtime(config, fall_back=False)
     try:
         await wait_ready(runtime)  # type: ignore[arg-type]
         about = await runtime.describe()

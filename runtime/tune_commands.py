@@ -143,7 +143,9 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
         option = "--" + own.replace("_", "-")
         raise typer.BadParameter("is the server's own setting with --url", param_hint=option)
     resolved = given.resolve()
-    runtime: Runtime = attach(url) if url is not None else await open_runtime(_roomy(resolved.config, plan))
+    runtime: Runtime = (
+        attach(url) if url is not None else await open_runtime(_roomy(resolved.config, plan), fall_back=False)
+    )
     try:
         if url is None:
             await wait_ready(runtime)  # type: ignore[arg-type]
