@@ -25,6 +25,18 @@ ELSEWHERE = {
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
     "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
+    "bench": (
+        "runtime.bench_commands",
+        "bench",
+        "Compare modes and budgets, or measure a server under load.",
+    ),
+    "doctor": ("runtime.doctor_commands", "doctor", "Check driver, CUDA, packages and host."),
+    "tune": (
+        "runtime.tune_commands",
+        "tune",
+        "Find the fastest mode and tree budget for this host and load.",
+    ),
+    "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""
@@ -177,7 +189,6 @@ def _check_together(given: Given, attach: str | None, listen: str | None, on_han
 
 
 app.command()(commands.generate)
-app.command()(commands.bench)
 app.command()(commands.verify)
 app.add_typer(commands.config_app, name="config")
 

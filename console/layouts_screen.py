@@ -11,7 +11,6 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 
-from console.figures import plain_baseline
 from console.formats import clean_line
 from console.frame import ConsoleScreen, Panel, View
 from console.layouts_view import (
@@ -116,7 +115,7 @@ class LayoutsScreen(ConsoleScreen):
         described = view.description
         threads = described.threads if described is not None else config.get("threads")
         setting = view.figures.setting
-        baseline = plain_baseline(view.status.baselines) if view.status is not None else None
+        baseline = measured(view.status.baselines, "off") if view.status is not None else None
         on_cpu = str(config.get("device", "auto")) == "cpu"
         return Asked(
             model=str(config.get("model")),
