@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 CHUNK_BYTES = 8 << 20
-KEPT = 20_000
+KEPT = 50_000
 """Most files that are remembered; the ones asked for last stay."""
 
 
