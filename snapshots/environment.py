@@ -147,7 +147,11 @@ def find_toolkits(env: Mapping[str, str] = os.environ, roots: tuple[Path, ...] |
     return Toolkits(
         found=tuple(found.values()),
         in_use=str(in_use) if in_use is not None else None,
-        chosen_by=("CUDA_HOME" if env.get("CUDA_HOME") else "CUDA_PATH") if home else "PATH" if in_use else None,
+        chosen_by=("CUDA_HOME" if env.get("CUDA_HOME") else "CUDA_PATH")
+        if home
+        else "PATH"
+        if in_use
+        else None,
     )
 
 

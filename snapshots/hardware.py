@@ -13,6 +13,7 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ def _import_nvml() -> Any:
 
 def _gpu_part(nvml: Any) -> dict[str, Any]:
     count = nvml.nvmlDeviceGetCount()
-    handles = [_try(lambda index=index: nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
+    handles = [_try(partial(nvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     gpus = tuple(_gpu(nvml, index, handle) for index, handle in enumerate(handles))
     return {
         "driver": _try(lambda: _string(nvml.nvmlSystemGetDriverVersion())),
@@ -111,7 +112,7 @@ def _links(nvml: Any, handles: list[Any], gpus: tuple[Gpu, ...]) -> Iterator[Gpu
             kind = f"NV{direct or switched}" if direct or switched else None
             if kind is None and handles[first] is not None and handles[second] is not None:
                 pair = handles[first], handles[second]
-                level = _try(lambda pair=pair: nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+                level = _try(partial(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair))
                 kind = LEVELS.get(level) if level is not None else None
             if kind is not None:
                 yield GpuLink(first=first, second=second, kind=kind)
@@ -123,14 +124,14 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
     if handle is None:
         return found
     for link in range(MAX_NVLINKS):
-        state = _try(lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link))
+        state = _try(partial(nvml.nvmlDeviceGetNvLinkState, handle, link))
         if state is None:
             break
         if state != 1:
             continue
-        kind = _try(lambda link=link: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link))
-        remote = _try(lambda link=link: _string(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
-        end = "switch" if kind == NVSWITCH else _bus(remote)
+        kind = _try(partial(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
+        remote = _try(partial(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+        end = "switch" if kind == NVSWITCH else "" if remote is None else _bus(_string(remote.busId))
         found[end] = found.get(end, 0) + 1
     return found
 

@@ -30,7 +30,7 @@ class HashCache:
             known = json.loads(self._file.read_text(encoding="utf-8"))
             self._known = known if isinstance(known, dict) else {}
 
-    def sha256(self, path: Path, deadline_s: float | None = None) -> str | None:
+    def sha256(self, path: str | Path, deadline_s: float | None = None) -> str | None:
         """Lower-case hexadecimal digest; None if it is not known and `deadline_s` (monotonic) passes first.
 
         Raises:
@@ -39,11 +39,11 @@ class HashCache:
         state = os.stat(path)
         times = (state.st_mtime_ns, state.st_ctime_ns)
         stamp: list[object] = [state.st_dev, state.st_ino, state.st_size, *times]
-        key = str(path.absolute())
+        key = os.path.abspath(path)
         entry = self._known.get(key)
         if isinstance(entry, list) and entry[:-1] == stamp and isinstance(entry[-1], str):
             return entry[-1]
-        digest = _digest(path, deadline_s)
+        digest = _digest(Path(path), deadline_s)
         if digest is not None and time.time_ns() - max(times) > 1_000_000_000:
             # A file written within the last second may change again without its times showing it.
             self._known.pop(key, None)

@@ -14,7 +14,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -118,8 +118,9 @@ def _rows(record: str) -> Iterator[tuple[str, str]]:
 
 def is_inside(path: str) -> bool:
     """Whether a path of RECORD or of a snapshot stays inside site-packages, by its spelling."""
-    parts = PurePosixPath(path).parts
-    return bool(parts) and not path.startswith("/") and not {"..", "\\"} & {*parts, *path} and "\0" not in path
+    if not path or path.startswith("/") or "\0" in path or "\\" in path:
+        return False
+    return "." not in (parts := path.split("/")) and ".." not in parts and "" not in parts
 
 
 def _hexadecimal(value: str) -> str:
@@ -137,11 +138,19 @@ def _read(path: Path) -> str:
         return ""
 
 
-def walk(folder: Path) -> Iterator[Path]:
-    """The files of an import folder that are somebody's work: no bytecode, no links."""
-    for root, folders, files in os.walk(folder, followlinks=False):
-        folders[:] = [each for each in folders if each != "__pycache__"]
-        for name in files:
-            path = Path(root, name)
-            if not name.endswith((".pyc", ".pyo")) and not path.is_symlink():
+def walk(site_packages: Path, folder: str) -> Iterator[str]:
+    """The files of an import folder that are somebody's work, relative to site-packages: no bytecode, no links."""
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        try:
+            entries = list(os.scandir(site_packages / here))
+        except OSError:
+            continue
+        for entry in entries:
+            path = f"{here}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name != "__pycache__":
+                    waiting.append(path)
+            elif entry.is_file(follow_symlinks=False) and not entry.name.endswith((".pyc", ".pyo")):
                 yield path

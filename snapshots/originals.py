@@ -1,4 +1,4 @@
-"""Files as their wheels have them, by hash: kept once read, else from an earlier snapshot, else from the wheel again."""
+"""Files as their wheels have them, by hash: kept once read, else from an earlier snapshot, else out of the wheel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ RETRY_SECONDS = 3600.0
 class Originals:
     """Original contents of installed files; whatever is found is checked against its hash."""
 
-    def __init__(self, folder: Path | None = None, earlier: Earlier | None = None, fetch: bool = True) -> None:
+    def __init__(
+        self, folder: Path | None = None, earlier: Earlier | None = None, fetch: bool = True
+    ) -> None:
         """`folder`: where contents are kept, the user's cache by default. `fetch`: wheels may be downloaded."""
         self._folder = folder or _default_folder()
         self._earlier = earlier

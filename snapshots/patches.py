@@ -85,13 +85,9 @@ def diff(patch: PatchedFile) -> str | None:
     names = f"a/{patch.path}", f"b/{patch.path}"
     if b"\0" in before or b"\0" in after:
         return f"Binary files {names[0]} and {names[1]} differ\n"
-    lines = [_lines(content) for content in (before, after)]
-    old, new = ("/dev/null" if patch.kind == kind else name for kind, name in _ends(names))
-    return "".join(_marked(difflib.unified_diff(*lines, fromfile=old, tofile=new)))
-
-
-def _ends(names: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
-    return ("added", names[0]), ("missing", names[1])
+    old = "/dev/null" if patch.kind == "added" else names[0]
+    new = "/dev/null" if patch.kind == "missing" else names[1]
+    return "".join(_marked(difflib.unified_diff(_lines(before), _lines(after), fromfile=old, tofile=new)))
 
 
 def _lines(content: bytes) -> list[str]:
@@ -107,13 +103,14 @@ def _marked(lines: Iterator[str]) -> Iterator[str]:
 def _compared(package: Installed, cache: HashCache) -> tuple[PatchedFile, ...]:
     """Files that differ from RECORD, in order of their paths, without their originals."""
     found: list[PatchedFile] = []
+    site = str(package.site_packages.absolute())
     for path, recorded in package.hashes.items():
-        if path.startswith(f"{package.metadata}/") and package.metadata:
+        if package.metadata and path.startswith(f"{package.metadata}/"):
             continue
-        file = package.site_packages / path
+        file = f"{site}/{path}"
         if not os.path.lexists(file):
             found.append(_patch(package, path, "missing", original_sha256=recorded))
-        elif file.is_symlink() or _hash(file, cache) != recorded:
+        elif os.path.islink(file) or _hash(file, cache) != recorded:
             found.append(_patch(package, path, "changed", original_sha256=recorded))
     if package.recorded:
         found += [_patch(package, path, "added") for path in _added(package)]
@@ -122,13 +119,12 @@ def _compared(package: Installed, cache: HashCache) -> tuple[PatchedFile, ...]:
 
 def _added(package: Installed) -> set[str]:
     """Files in the package's folders that no installed distribution has in its RECORD."""
-    site = package.site_packages
-    there = {file.relative_to(site).as_posix() for top in package.folders for file in installed.walk(site / top)}
+    there = {path for top in package.folders for path in installed.walk(package.site_packages, top)}
     extra = {path for path in there - package.recorded if path.isprintable()}
     return extra - installed.paths_of_others(package, extra) if extra else extra
 
 
-def _hash(file: Path, cache: HashCache) -> str | None:
+def _hash(file: str, cache: HashCache) -> str | None:
     try:
         return cache.sha256(file)
     except OSError:
