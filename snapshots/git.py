@@ -94,7 +94,7 @@ class Answer:
 class GitRunner:
     """Runs git on one repository for the length of a `with` block."""
 
-    git: _Git
+    git: git.Git
     git_dir: Path
     kept_open: tuple[int, ...] = ()
     """Descriptors that local commands inherit: the store's lock is held until the last of them has ended."""
