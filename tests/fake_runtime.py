@@ -222,6 +222,7 @@ class FakeRuntime:
             ttft_s=self.round_s,
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if rounds else None,
+            finished_at_s=time.time() if reason else None,
         )
 
     def _round(self, emitted: int) -> RoundStats:
