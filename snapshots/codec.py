@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -94,26 +93,6 @@ def _stored_part(part: str) -> str:
     return "%" + f"{ord(text[0]):02X}" + text[1:] if risky else text
 
 
-def unified_diff(file: PatchedFile) -> bytes | None:
-    """What was changed in a patched file, where both sides are text; None where they are not or one is not known."""
-    if file.kind == "changed" and file.original is None:
-        return None
-    sides = (file.original or b"", file.content or b"")
-    if any(b"\0" in side for side in sides):
-        return None
-    try:
-        before, after = (side.decode("utf-8").splitlines(keepends=True) for side in sides)
-    except UnicodeDecodeError:
-        return None
-    names = ("/dev/null" if file.kind == "added" else f"a/{file.path}", f"b/{file.path}")
-    if file.kind == "missing":
-        names = (names[0], "/dev/null")
-    lines = difflib.unified_diff(before, after, *names)
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    ).encode()
-
-
 def _patch_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     if not snapshot.patches and not snapshot.packages:
         return
@@ -121,7 +100,7 @@ def _patch_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     for file in snapshot.patches:
         folder = f"patches/{stored_name(f'{file.package}-{file.version}'.replace('/', '_'))}"
         entry = file.model_dump(exclude={"content", "original"})
-        for side, content in (("now", file.content), ("wheel", file.original), ("diff", unified_diff(file))):
+        for side, content in (("now", file.content), ("wheel", file.original), ("diff", _diff(file))):
             if content is not None:
                 entry[side] = f"{folder}/{side}/{stored_name(file.path)}" + (
                     ".diff" if side == "diff" else ""
@@ -136,6 +115,13 @@ def _patch_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
             yield entry["diff"], _utf8(state.diff)
         packages.append(entry)
     yield PATCH_INDEX, _json({"schema": SCHEMA, "packages": packages, "files": entries})
+
+
+def _diff(file: PatchedFile) -> bytes | None:
+    from snapshots.patches import diff
+
+    text = diff(file)
+    return None if text is None else _utf8(text)
 
 
 def _unit_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:

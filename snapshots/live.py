@@ -24,15 +24,7 @@ from runtime.interface import (
     SamplingParams,
     Status,
 )
-from snapshots.content import (
-    UNKNOWN,
-    Environment,
-    Figure,
-    HostIdentity,
-    Measurements,
-    Snapshot,
-    hardware_class,
-)
+from snapshots.content import Figure, HostIdentity, Measurements, Snapshot
 from snapshots.git import StoreFault, StoreRefused
 
 WINDOW_S = 300.0
@@ -54,13 +46,20 @@ class TrafficArrived(StoreRefused):
     """Other clients' requests run: a measurement would disturb them and be wrong."""
 
 
-async def observed(
-    runtime: Runtime, label: str = "", note: str = "", environment: Environment | None = None
-) -> Snapshot:
+def here() -> str:
+    """The name of this host, as a runtime on it gives it."""
+    return platform.node()
+
+
+def now() -> float:
+    """Unix time."""
+    return time.time()
+
+
+async def observed(runtime: Runtime, label: str = "", note: str = "") -> Snapshot:
     """What runs at this moment, with the figures of the last minutes; disturbs no request.
 
-    Args:
-        environment: of this host; used only where the runtime runs on it.
+    Without an environment: that is known only on the host it runs on.
     """
     status = await runtime.status()
     try:
@@ -68,31 +67,24 @@ async def observed(
         requests = await runtime.requests()
     except RuntimeUnavailable:
         description, requests = None, ()
-    where = description.host if description else platform.node()
-    here = environment if environment is not None and where == platform.node() else Environment()
     return Snapshot(
         config=status.config,
-        environment=here,
         measurements=measurements(status, requests),
         note=note,
         label=label,
-        host=HostIdentity(name=where, hardware=hardware_class(here.hardware)),
+        host=HostIdentity(name=description.host if description else here()),
         taken_at_s=time.time(),
     )
 
 
-def not_running(
-    config: dict[str, Any], label: str = "", note: str = "", environment: Environment | None = None
-) -> Snapshot:
+def not_running(config: dict[str, Any], label: str = "", note: str = "") -> Snapshot:
     """The settings a runtime would start with here."""
-    here = environment or Environment()
     return Snapshot(
         config=config,
-        environment=here,
         measurements=Measurements(state="not running, not measured"),
         note=note,
         label=label,
-        host=HostIdentity(name=platform.node(), hardware=hardware_class(here.hardware)),
+        host=HostIdentity(name=here()),
         taken_at_s=time.time(),
     )
 
@@ -256,8 +248,3 @@ async def _refuse_traffic(runtime: Runtime) -> None:
 def _median(values: Iterator[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def hardware_words(snapshot: Snapshot) -> str | None:
-    """The class of hardware of a snapshot where it is known."""
-    return None if snapshot.host.hardware == UNKNOWN else snapshot.host.hardware
