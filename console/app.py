@@ -21,6 +21,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from console import messages
+from console.archive import Archive
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
 from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
 from console.figures import RoundWindow
@@ -29,13 +30,19 @@ from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
 from console.keys import help_groups, next_budget, next_mode
 from console.live_screen import LiveScreen
 from console.prompt_screen import PromptInput, PromptScreen
+from console.snapshots_dialogs import SaveDialog
+from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
 from runtime.interface import LogLine, Runtime, Status
 
-SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
+SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
+    ("1", LiveScreen),
+    ("3", PromptScreen),
+    ("5", SnapshotsScreen),
+)
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "save_snapshot")
 TICK_S = 0.5
 NOTICE_S = 8.0
 KEEP_LINES = 500
@@ -71,6 +78,7 @@ class ConsoleApp(App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
@@ -109,6 +117,7 @@ class ConsoleApp(App[Ending]):
         self._notice_until_s = 0.0
         self._state = ""
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
+        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -116,6 +125,12 @@ class ConsoleApp(App[Ending]):
     def prompt(self) -> PromptScreen:
         screen = self._screens[PromptScreen.NAME]
         assert isinstance(screen, PromptScreen)
+        return screen
+
+    @property
+    def snapshots(self) -> SnapshotsScreen:
+        screen = self._screens[SnapshotsScreen.NAME]
+        assert isinstance(screen, SnapshotsScreen)
         return screen
 
     async def on_mount(self) -> None:
@@ -232,6 +247,16 @@ class ConsoleApp(App[Ending]):
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
 
+    def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
+        self._notice(event.text, event.bad)
+
+    def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
+        self._show(not_pushed=event.not_pushed)
+
+    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
+        self._notice(event.words)
+        self.snapshots.saved()
+
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
 
@@ -292,6 +317,9 @@ class ConsoleApp(App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_save_snapshot(self) -> None:
+        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)

@@ -159,7 +159,8 @@ def _toolkit_of(nvcc: Path) -> Path:
     """The toolkit folder of an nvcc on PATH, also of a small script there that calls the real one."""
     real = nvcc.resolve()
     try:
-        head = real.open("rb").read(512)
+        with real.open("rb") as file:
+            head = file.read(512)
     except OSError:
         head = b""
     called = re.search(rb"(/\S+/bin)/nvcc\b", head) if head.startswith(b"#!") else None

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 SYS = Path("/sys")
 LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's nearest common ancestor of two devices to nvidia-smi's name of the path between them."""
-MAX_NVLINKS = 18
+MAX_NVLINKS = 36
 NVSWITCH = 2
 """NVML_NVLINK_DEVICE_TYPE_SWITCH"""
 
@@ -125,8 +125,6 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
         return found
     for link in range(MAX_NVLINKS):
         state = _try(partial(nvml.nvmlDeviceGetNvLinkState, handle, link))
-        if state is None:
-            break
         if state != 1:
             continue
         kind = _try(partial(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))

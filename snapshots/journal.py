@@ -231,10 +231,10 @@ def check_target(root: Path, path: str) -> None:
 def _put(target: Path, content: bytes | None, mode: int) -> None:
     """Brings one file into its state in one step, and removes bytecode made from another."""
     draft = target.with_name(f".{target.name}.ddtree-restore")
-    if content is None:
-        for gone in (draft, target):
-            with contextlib.suppress(FileNotFoundError):
-                gone.unlink()
+    if _is_as(target, content, mode):
+        pass  # also after writing it has failed, which going back must not do again
+    elif content is None:
+        target.unlink()
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
         owner = _owner(target if target.exists() else target.parent)
@@ -248,11 +248,19 @@ def _put(target: Path, content: bytes | None, mode: int) -> None:
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise
+    if draft.is_file():
+        draft.unlink()
     with contextlib.suppress(FileNotFoundError):
         _sync_folder(target.parent)
     if target.suffix == ".py":
         for stale in (target.parent / "__pycache__").glob(f"{glob.escape(target.stem)}.*.pyc"):
             stale.unlink(missing_ok=True)
+
+
+def _is_as(target: Path, content: bytes | None, mode: int) -> bool:
+    if not target.exists():
+        return content is None
+    return content == target.read_bytes() and mode == target.stat().st_mode & 0o7777
 
 
 def _store(path: Path, content: bytes) -> None:
