@@ -77,6 +77,7 @@ class FakeRuntime:
         self._history: tuple[AppliedChange, ...] = ()
         self._finished: list[RequestStats] = []
         self._running: dict[str, asyncio.Event] = {}
+        self._clients: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._rounds = itertools.count()
         self._watchers: list[asyncio.Queue[WatchEvent]] = []
@@ -154,6 +155,7 @@ class FakeRuntime:
             raise RequestRejected(f"prompt: it leaves no room in the context limit of {CONTEXT}", "prompt")
         self.seen.append(request)
         request_id = f"fake-{next(self._numbers)}"
+        self._clients[request_id] = request.client
         cancelled = self._running[request_id] = asyncio.Event()
         tokens = [part for part in re.split(r"(?<= )", self.answer) if part][: request.sampling.max_tokens]
         temperature = self.config.temperature
@@ -208,6 +210,7 @@ class FakeRuntime:
         decode_s = rounds * self.round_s
         return RequestStats(
             request_id=request_id,
+            client=self._clients[request_id],
             state="finished" if reason else "decoding",
             finish_reason=reason,
             mode=self.config.mode,

@@ -452,14 +452,15 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
             store.save(big)
         assert "\n" not in str(refused.value)
         assert only(store).note == "note"
+        store.save(snapshot("small"))
         with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(bytes(4096))
         with pytest.raises(StoreFault, match="no space left"):
-            store.save(snapshot("small"))
+            store.save(snapshot("smaller"))
         (disk / "filler").unlink()
         store.save(snapshot("after"))
-        assert [entry.label for entry in store.list().entries] == ["after", "kept"]
+        assert [entry.label for entry in store.list().entries] == ["after", "small", "kept"]
         said = git(store.place.git_dir, "fsck", check=False).splitlines()
         assert [line for line in said if not line.startswith("dangling")] == []
     finally:
