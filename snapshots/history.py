@@ -138,13 +138,14 @@ def tree_names(runner: GitRunner, ref: str) -> dict[str, str]:
 
 def named_tags(runner: GitRunner, place: Place) -> dict[str, tuple[str, ...]]:
     """The operator's own names by commit."""
-    answer = runner.ask("for-each-ref", "--format=%(refname) %(objectname) %(*objectname)", place.tags)
+    listed = runner.ask("for-each-ref", "--format=%(refname)", place.tags).out.decode("utf-8", "replace")
+    refs = [ref for ref in listed.splitlines() if not ref.startswith(place.snapshots)]
+    if not refs:
+        return {}
+    commits = runner.run("rev-parse", *(f"{ref}^{{}}" for ref in refs)).line.split()
     found: dict[str, tuple[str, ...]] = {}
-    for line in answer.out.decode("utf-8", "replace").splitlines():
-        ref, plain, *peeled = line.split(" ")
-        if not ref.startswith(place.snapshots):
-            commit = peeled[0] if peeled and peeled[0] else plain
-            found[commit] = (*found.get(commit, ()), ref.removeprefix(place.tags))
+    for ref, commit in zip(refs, commits, strict=True):
+        found[commit] = (*found.get(commit, ()), ref.removeprefix(place.tags))
     return found
 
 

@@ -29,6 +29,7 @@ from snapshots.objects import (
     RefMove,
     current,
     move,
+    pack_refs,
     unfinished,
     write_commit,
     write_tag,
@@ -38,8 +39,6 @@ from snapshots.objects import (
 from snapshots.place import Place, find
 
 WAIT_S = 30.0
-PACK_EVERY = 500
-"""Saves after which the refs of a store of its own are packed, which keeps the list fast."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,7 @@ class Store:
             if kind != "import":
                 self._remember(commit)
             move(runner, self.place, tuple(moves))
-            if self.place.own and int(runner.run("rev-list", "--count", commit).line) % PACK_EVERY == 0:
-                runner.ask("pack-refs", "--all")
+            pack_refs(runner, self.place)
             entry = history.entry_of(runner, commit, self._made_here())
         assert entry is not None
         return entry
