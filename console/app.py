@@ -21,6 +21,7 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from console import messages
+from console.archive import Archive
 from console.bench_orders import BenchOrders
 from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
@@ -40,6 +41,8 @@ from console.preferences import PreferenceFile
 from console.prompt_screen import PromptInput, PromptScreen
 from console.proposals import propose
 from console.request_list import RequestTable
+from console.snapshots_dialogs import SaveDialog
+from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
 from console.verdict import alarm
 from runtime.interface import LogLine, Runtime, Status
@@ -48,6 +51,7 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
     ("1", LiveScreen),
     ("3", PromptScreen),
     ("4", ControlsScreen),
+    ("5", SnapshotsScreen),
     ("6", LayoutsScreen),
     ("7", BenchScreen),
     ("8", LogScreen),
@@ -55,7 +59,7 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 TREE_SCREEN = "Tree"
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
@@ -91,6 +95,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
@@ -137,6 +142,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
         self.begin_taste(preferences, no_color())
         self.bench.load = self.remembered_load()
+        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -144,6 +150,12 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def prompt(self) -> PromptScreen:
         screen = self._screens[PromptScreen.NAME]
         assert isinstance(screen, PromptScreen)
+        return screen
+
+    @property
+    def snapshots(self) -> SnapshotsScreen:
+        screen = self._screens[SnapshotsScreen.NAME]
+        assert isinstance(screen, SnapshotsScreen)
         return screen
 
     async def on_mount(self) -> None:
@@ -269,6 +281,16 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
 
+    def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
+        self._notice(event.text, event.bad)
+
+    def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
+        self._show(not_pushed=event.not_pushed)
+
+    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
+        self._notice(event.words)
+        self.snapshots.saved()
+
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
 
@@ -370,6 +392,9 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_save_snapshot(self) -> None:
+        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)

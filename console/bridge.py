@@ -106,6 +106,11 @@ class Bridge:
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
         self._lines: Batch[LogLine] = Batch(LOG_S, lambda lines: post(messages.LinesArrived(lines)))
 
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime once it is open."""
+        return self._runtime
+
     async def run(self) -> None:
         """Opens the runtime and watches it until cancelled."""
         while self._runtime is None:

@@ -37,6 +37,11 @@ ELSEWHERE = {
         "Find the fastest mode and tree budget for this host and load.",
     ),
     "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
+    "snapshot": (
+        "snapshots.commands",
+        "snapshot_app",
+        "Commit working configurations, compare them, go back to one.",
+    ),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""

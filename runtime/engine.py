@@ -324,6 +324,7 @@ class Engine:
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if decode_s else None,
+            finished_at_s=time.time() if reason else None,
             plain_reason=how.reason,
             continued=running.continued,
         )

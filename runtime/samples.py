@@ -55,6 +55,8 @@ class RequestStats(Frozen):
     """First to last token."""
     tok_s: float | None = None
     """Output tokens after the first, per second of decode_s."""
+    finished_at_s: float | None = None
+    """Unix time at which it ended; None while it waits or runs."""
     plain_reason: str | None = None
     """Why this request decodes plainly though speculation is configured; None if it does not."""
     continued: str | None = None

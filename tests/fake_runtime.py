@@ -127,6 +127,7 @@ class FakeRuntime:
         self._history: tuple[AppliedChange, ...] = ()
         self._finished: list[RequestStats] = []
         self._running: dict[str, asyncio.Event] = {}
+        self._clients: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._rounds = itertools.count()
         self._watchers: list[asyncio.Queue[WatchEvent]] = []
@@ -218,6 +219,7 @@ class FakeRuntime:
             raise RequestRejected(f"prompt: it leaves no room in the context limit of {CONTEXT}", "prompt")
         self.seen.append(request)
         request_id = f"fake-{next(self._numbers)}"
+        self._clients[request_id] = request.client
         cancelled = self._running[request_id] = asyncio.Event()
         tokens = [part for part in re.split(r"(?<= )", self.answer) if part][: request.sampling.max_tokens]
         temperature = self.config.temperature
@@ -272,6 +274,7 @@ class FakeRuntime:
         decode_s = rounds * self.round_s
         return RequestStats(
             request_id=request_id,
+            client=self._clients[request_id],
             state="finished" if reason else "decoding",
             finish_reason=reason,
             mode=self.config.mode,
@@ -286,6 +289,7 @@ class FakeRuntime:
             ttft_s=self.round_s,
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if rounds else None,
+            finished_at_s=time.time() if reason else None,
         )
 
     def _round(self, emitted: int) -> RoundStats:
