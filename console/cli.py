@@ -24,6 +24,11 @@ ELSEWHERE = {
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
     "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
+    "snapshot": (
+        "snapshots.commands",
+        "snapshot_app",
+        "Commit working configurations, compare them, go back to one.",
+    ),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""

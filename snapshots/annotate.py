@@ -160,7 +160,12 @@ def _gpu(gpu: Gpu) -> str:
 def _patches(snapshot: Snapshot) -> Iterator[str]:
     if not snapshot.patches and not snapshot.packages:
         yield "No package was compared with its wheel."
+    absent = [state.package for state in snapshot.packages if state.install == "absent"]
+    if absent:
+        yield f"- not installed: {', '.join(absent)}"
     for state in snapshot.packages:
+        if state.install == "absent":
+            continue
         told = f"{state.package} {shown(state.version)} ({state.install})"
         if state.install == "wheel":
             told += f": {state.vanilla} of {state.files} files are as the wheel has them"

@@ -66,8 +66,11 @@ class _Git(git.Git):
     """GitPython's runner without the variables that would lead git to another repository, index or identity."""
 
     def execute(self, command: Any, *args: Any, **options: Any) -> Any:
+        given = options.get("env") or {}
         inherited = [
-            name for name in os.environ if name.startswith("GIT_") and not KEPT_VARIABLES.fullmatch(name)
+            name
+            for name in os.environ
+            if name.startswith("GIT_") and name not in given and not KEPT_VARIABLES.fullmatch(name)
         ]
         dropped = [part for name in inherited for part in ("-u", name)]
         return super().execute(["env", *dropped, *command] if dropped else command, *args, **options)
@@ -94,7 +97,7 @@ class Answer:
 class GitRunner:
     """Runs git on one repository for the length of a `with` block."""
 
-    git: _Git
+    git: git.Git
     git_dir: Path
     kept_open: tuple[int, ...] = ()
     """Descriptors that local commands inherit: the store's lock is held until the last of them has ended."""
@@ -149,9 +152,11 @@ class GitRunner:
         ]
         wrapper = self.git.execute(command, as_process=True)
         process = wrapper.proc
+        if process is None or process.stdout is None or process.stderr is None:
+            raise StoreFault("git could not be started")
         rest = b""
         try:
-            while chunk := process.stdout.read1(1 << 16):
+            while chunk := os.read(process.stdout.fileno(), 1 << 16):
                 *records, rest = (rest + chunk).split(b"\0")
                 yield from records
         finally:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from snapshots.git import StoreFault, StoreRefused
@@ -20,9 +21,18 @@ WAIT_S = 30.0
 POLL_S = 0.05
 
 
+@dataclass(frozen=True)
+class Held:
+    """The lock, while it is ours."""
+
+    descriptor: int
+    after_a_failure: bool
+    """Whether the holder before failed or died while it held it."""
+
+
 @contextlib.contextmanager
-def held(folder: Path, wait_s: float = WAIT_S) -> Iterator[int]:
-    """Hold the lock in `folder`, which is made; gives its descriptor.
+def held(folder: Path, wait_s: float = WAIT_S) -> Iterator[Held]:
+    """Hold the lock in `folder`, which is made.
 
     Raises:
         StoreRefused: another process held it for all of `wait_s`, named with its pid.
@@ -34,10 +44,12 @@ def held(folder: Path, wait_s: float = WAIT_S) -> Iterator[int]:
         raise StoreFault(f"{folder / 'lock'} cannot be made: {error.strerror}") from None
     try:
         _acquire(descriptor, folder, wait_s)
+        after_a_failure = bool(os.pread(descriptor, 1, 0))
+        with contextlib.suppress(OSError):
+            os.pwrite(descriptor, f"{os.getpid():<10}\n".encode(), 0)
+        yield Held(descriptor, after_a_failure)
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -40,10 +40,12 @@ def writing(place: Place, wait_s: float = lock.WAIT_S) -> Iterator[GitRunner]:
         StoreRefused: another process held the lock all the time.
         StoreFault: the disk is full or not writable; nothing was changed.
     """
-    with _disk_faults(place), lock.held(place.state, wait_s) as descriptor:
+    with _disk_faults(place), lock.held(place.state, wait_s) as held:
+        if held.after_a_failure:
+            _sweep(place)
         if not place.exists:
             create(place)
-        with opened(place.git_dir, (descriptor,)) as runner:
+        with opened(place.git_dir, (held.descriptor,)) as runner:
             recover(runner, place)
             yield runner
 
@@ -157,6 +159,16 @@ def _update_refs(runner: GitRunner, moves: tuple[RefMove, ...]) -> Answer:
         stdin=orders.encode(),
         env=identity(runner),
     )
+
+
+def _sweep(place: Place) -> None:
+    """Remove what git had half written when it failed or was killed; only in a store of its own, with the lock held.
+
+    In the operator's repository such a file may be another git's; `git gc` removes it there.
+    """
+    if place.own:
+        for path in place.git_dir.glob("objects/[0-9a-f][0-9a-f]/tmp_obj_*"):
+            path.unlink(missing_ok=True)
 
 
 def _remove_locks(place: Place, names: list[str], since: float) -> None:

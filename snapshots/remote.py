@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -66,16 +67,16 @@ def push(store: Store) -> int:
         StoreFault: it cannot be reached.
     """
     place = store.place
-    with opened(place.git_dir) if place.exists else _no_store(place) as runner:
+    if not place.exists:
+        raise StoreRefused(f"{place.words} holds no snapshot yet; nothing to push")
+    with opened(place.git_dir) as runner:
         url = _address(runner, place)
         tip = current(runner, place.branch)
         if tip is None:
             raise StoreRefused(f"{place.words} holds no snapshot yet; nothing to push")
         known = current(runner, place.remote_branch)
         count = int(runner.run("rev-list", "--count", *([f"{known}..{tip}"] if known else [tip])).line)
-        specs = [f"{tip}:{place.branch}", f"{place.snapshots}*:{place.snapshots}*"]
-        if not place.own or history.named_tags(runner, place):
-            specs.append(f"{place.tags}*:{place.tags}*")
+        specs = [f"{tip}:{place.branch}", *_tag_specs(place)]
         if current(runner, place.notes):
             specs.append(f"{place.notes}:{place.notes}")
         _network(
@@ -109,8 +110,7 @@ def pull(store: Store) -> Pulled:
         theirs = {line.split("\t")[1] for line in listed.splitlines() if "\t" in line}
         if place.branch not in theirs:
             raise StoreRefused(f"{without_password(url)} holds no snapshots yet; first: ddtree snapshot push")
-        specs = [f"{place.branch}:{place.remote_branch}", f"{place.tags}*:{place.tags}*"]
-        specs.append(f"{place.snapshots}*:{place.snapshots}*")
+        specs = [f"{place.branch}:{place.remote_branch}", *_tag_specs(place)]
         if place.notes in theirs:
             specs.append(f"+{place.notes}:{place.remote_notes}")
         answer = _network(
@@ -186,8 +186,6 @@ def _join_notes(runner: GitRunner, place: Place) -> None:
 
 def _network(runner: GitRunner, command: str, *arguments: str, check: bool = True) -> Answer:
     """A command that talks to the remote; it never asks for a password on a terminal."""
-    import os
-
     env = {} if os.environ.get("GIT_SSH_COMMAND") or os.environ.get("GIT_SSH") else {"GIT_SSH_COMMAND": SSH}
     answer = runner.ask(command, *arguments, env=env, network=True)
     if check and answer.status != 0:
@@ -205,12 +203,15 @@ def _fetch_fault(answer: Answer, place: Place, url: str) -> StoreFault:
     return explained(answer.err, place.git_dir)
 
 
+def _tag_specs(place: Place) -> tuple[str, ...]:
+    """The annotated tags of snapshots and the operator's own, without force."""
+    if place.snapshots.startswith(place.tags):
+        return (f"{place.tags}*:{place.tags}*",)
+    return f"{place.snapshots}*:{place.snapshots}*", f"{place.tags}*:{place.tags}*"
+
+
 def _address(runner: GitRunner, place: Place) -> str:
     url = remote_url(runner, place)
     if url is None:
         raise StoreRefused("this store has no remote; set one with: ddtree snapshot remote URL")
     return url
-
-
-def _no_store(place: Place) -> GitRunner:  # type: ignore[return]
-    raise StoreRefused(f"{place.words} holds no snapshot yet; nothing to push")

@@ -14,7 +14,7 @@ from runtime.interface import ChangePlan, Runtime, RuntimeFault
 from snapshots import diff, live, patches, restore, saving, services
 from snapshots.annotate import headline
 from snapshots.content import Environment, Figure, HostIdentity, Snapshot, hardware_class
-from snapshots.diff import Difference, SnapshotDiff
+from snapshots.diff import SnapshotDiff
 from snapshots.git import StoreFault, StoreRefused
 from snapshots.message import Entry
 from snapshots.restore import RestorePlan

@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     left = MAX_BYTES
     try:
-        with tarfile.open(path, "r:*") as archive:
+        with tarfile.open(path, "r:") as archive:
             for entry in archive:
                 if not entry.isfile():
                     continue
