@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
+from test_console_tmux import Tmux, fake, needs_tmux
+from test_console_tmux import tmux as tmux
 from textual.widgets import Button, Input
 
 from console.snapshots_dialogs import NoteArea, PageDialog, RollbackDialog, SaveDialog
@@ -227,6 +229,26 @@ async def test_the_list_fetches_older_snapshots_as_it_is_walked(
         await driven.until(lambda: len(rows(driven)) == 6, "all")
         await driven.press("G")
         await driven.until(lambda: driven.app.snapshots.query_one(SnapshotList).highlighted == 5, "last")
+
+
+@needs_tmux
+def test_save_flip_and_roll_back_in_a_real_terminal(tmux: Tmux, store: Path, cache: Path) -> None:
+    folders = f"env XDG_DATA_HOME={store.parent.parent} XDG_STATE_HOME={store.parent.parent}"
+    tmux.start(f"{folders} XDG_CACHE_HOME={cache} {fake()}")
+    tmux.until("[1 Live]", "ready", "mode tree")
+    tmux.keys("s")
+    tmux.until("Save a snapshot of what runs")
+    tmux.keys("first", "Enter")
+    tmux.until("saved ", "first")
+    tmux.keys("m")
+    tmux.until("mode off")
+    tmux.keys("5")
+    tmux.until("[5 Snapshots]", "1 snapshot ", "first")
+    tmux.keys("r")
+    tmux.until("Roll back?", "mode: off -> tree", "Cancel")
+    tmux.keys("y")
+    tmux.until("cannot tell whether the figures are back", "mode tree", "rollback to first", "↩", limit_s=120)
+    tmux.quit()
 
 
 def entry(number: int, kind: str = "save", source: int | None = None) -> Entry:
