@@ -201,6 +201,7 @@ app.add_typer(commands.config_app, name="config")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     try:
+        _finish_restore()
         code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
@@ -210,6 +211,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_set("DDTREE_DEBUG"):
             traceback.print_exc()
         return _report(error)
+
+
+def _finish_restore() -> None:
+    """Brings installed files that an interrupted restore left half-way into one state, before anything loads them."""
+    state = os.environ.get("XDG_STATE_HOME", "").strip() or os.path.expanduser("~/.local/state")
+    if not os.path.isdir(os.path.join(state, "ddtree", "restore")):
+        return  # nothing was ever restored here, and nothing needs to be loaded to know it
+    from snapshots.journal import Journal
+
+    done = Journal().recover()
+    if done is not None:
+        tell(done)
 
 
 def _report(error: Exception) -> int:
