@@ -28,11 +28,18 @@ from console.formats import clean_line
 from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
 from console.keys import help_groups, next_budget, next_mode
 from console.live_screen import LiveScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
 from console.terminal import Terminal, driver_class
+from console.tree_feed import TreesArrived
+from console.tree_screen import TreeScreen
 from runtime.interface import LogLine, Runtime, Status
 
-SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
+SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
+    ("1", LiveScreen),
+    ("2", TreeScreen),
+    ("3", PromptScreen),
+)
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
@@ -118,6 +125,12 @@ class ConsoleApp(App[Ending]):
         assert isinstance(screen, PromptScreen)
         return screen
 
+    @property
+    def tree(self) -> TreeScreen:
+        screen = self._screens[TreeScreen.NAME]
+        assert isinstance(screen, TreeScreen)
+        return screen
+
     async def on_mount(self) -> None:
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
@@ -134,6 +147,7 @@ class ConsoleApp(App[Ending]):
 
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
+        self.run_worker(self.bridge.trees(self.tree.wanted), name="trees", group="trees", exit_on_error=False)
 
     # The view
 
@@ -232,6 +246,12 @@ class ConsoleApp(App[Ending]):
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
 
+    def on_trees_arrived(self, event: TreesArrived) -> None:
+        self.tree.arrived(event)
+
+    def on_told(self, event: messages.Told) -> None:
+        self._notice(event.text, event.bad)
+
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
 
@@ -244,7 +264,10 @@ class ConsoleApp(App[Ending]):
     def on_answer_failed(self, event: messages.AnswerFailed) -> None:
         self.prompt.fail(event.turn, event.reason)
 
-    def on_prompt_screen_asked(self, event: PromptScreen.Asked) -> None:
+    def on_answers_unwanted(self) -> None:
+        self.workers.cancel_group(self, "answer")
+
+    def on_answer_wanted(self, event: messages.AnswerWanted) -> None:
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )

@@ -15,6 +15,7 @@ from textual.message import Message
 
 from console import messages
 from console.formats import clean_line, clock
+from console.tree_feed import TreeFeed, Wanted
 from runtime.interface import (
     AppliedChange,
     ChangePlan,
@@ -45,6 +46,7 @@ RETRY_S = 2.0
 TOKENS_S = 0.1
 ROUNDS_S = 0.1
 LOG_S = 0.2
+TREES_S = 0.25
 ANSWER_S = 5.0
 """A status that takes longer counts as no answer."""
 
@@ -204,6 +206,15 @@ class Bridge:
             if close is not None:
                 await close()
 
+    async def trees(self, wanted: Callable[[], Wanted | None]) -> None:
+        """Posts new rounds of the request that `wanted` names, while it names one, until cancelled."""
+        feed = TreeFeed(self._post)
+        while True:
+            what = wanted()
+            if self._runtime is not None and what is not None:
+                await feed.look(self._runtime, what)
+            await asyncio.sleep(TREES_S)
+
     async def cancel(self, request_id: str) -> bool:
         """Asks for the end of one request; False if it had ended already."""
         if self._runtime is None:
@@ -287,7 +298,7 @@ class _Answer:
             case RequestAdmitted():
                 self._post(
                     messages.AnswerAdmitted(
-                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens
+                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens, event.seed
                     )
                 )
             case TokensEmitted():

@@ -389,9 +389,16 @@ class TreeTrace(Frozen):
     position: int
     """Absolute position of the root."""
     nodes: tuple[TreeNode, ...]
-    bonus_token_id: int
+    bonus_token_id: int | None
+    """The target's choice at the last accepted node; None where a stop or the cap ended the text before it."""
     bonus_text: str
     tree_budget: int
+    mode: Mode = "tree"
+    """How this round drafted."""
+    reason: str | None = None
+    """Why it was decoded plainly though drafting is configured; None if it was not."""
+    finish: Literal["stop", "length"] | None = None
+    """How the text ended with this round; None where it went on."""
 
 
 class ChangePlan(Frozen):
@@ -435,7 +442,12 @@ class Runtime(Protocol):
 
     async def requests(self) -> tuple[RequestStats, ...]: ...
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]: ...
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of a request's last rounds with an index above `after`, oldest first.
+
+        Empty where none are kept: it is unknown, has not decoded a round yet, or ended long ago.
+        """
+        ...
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan: ...
 

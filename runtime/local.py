@@ -43,6 +43,7 @@ from runtime.interface import (
 )
 from runtime.logs import LOGGER, log_place, log_prompt, log_request, set_level, start_logging
 from runtime.telemetry import HostSampler
+from runtime.traces import tree_traces
 from runtime.watching import Watcher
 
 if TYPE_CHECKING:
@@ -200,8 +201,9 @@ class LocalRuntime:
         running = await self._call(lambda engine: engine.requests()) if self._engine else ()
         return running + tuple(reversed(self._finished))
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        return await self._call(lambda engine: engine.trace(request_id))
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        name, rounds = await self._call(lambda engine: (engine.token_name, engine.traced(request_id, after)))
+        return await asyncio.to_thread(tree_traces, rounds, name)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
         status = await self.status()

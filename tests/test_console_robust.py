@@ -17,7 +17,8 @@ from console.app import ConsoleApp
 from console.bridge import Batch
 from console.dialogs import HelpScreen
 from console.live_screen import LiveScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
