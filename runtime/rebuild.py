@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from runtime.calibrate import Calibration
     from runtime.engine import Engine, Running, Sink
     from runtime.traces import TracedRound
+
 FINISH_FIRST = frozenset({"model", "max_seq_len", "kv_slots"})
 """Fields whose change a request cannot live through: those accepted before finish under the old value."""
 ROUNDING = frozenset({"layout", "dtype", "device", "attention_backend", "linear", "threads"})
