@@ -22,7 +22,6 @@ from console.controls_screen import ControlsScreen
 from console.dialogs import HelpScreen
 from console.field_dialog import FieldDialog
 from console.filter_bar import FilterBar
-from console.frame import ConsoleScreen
 from console.lists import List
 from console.live_screen import LiveScreen
 from console.prompt_screen import PromptInput, PromptScreen
