@@ -99,6 +99,8 @@ class Bridge:
         self._done: list[tuple[FieldChange, ...]] = []
         """Applied changes, the last one last; what undo reverts."""
         self.orders = Orders(lambda: self._runtime, post, describe_error, author)
+        self._ended = True
+        """Requests ended since they were last listed."""
         self._seen: Status | None = None
         """What the operator has before their eyes."""
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
@@ -137,6 +139,7 @@ class Bridge:
                     self._reshaped.set()  # what answers again may be another process
                     self._post(messages.BridgeProblem(""))
                 self._show(status)
+                await self._list(runtime, status)
                 if status.state != state:
                     state = status.state
                     self._reshaped.set()
@@ -145,6 +148,15 @@ class Bridge:
             self._look.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause)
+
+    async def _list(self, runtime: Runtime, status: Status) -> None:
+        """Lists the requests while there are any, and once more after the last one."""
+        busy = status.running + status.waiting > 0
+        if busy or self._ended:
+            with contextlib.suppress(RuntimeFault, TimeoutError):
+                self._ended = False
+                self._post(messages.RequestsArrived(await asyncio.wait_for(runtime.requests(), ANSWER_S)))
+            self._ended = self._ended or busy
 
     def _show(self, status: Status) -> None:
         self._seen = status
@@ -183,6 +195,7 @@ class Bridge:
             case LogLine():
                 self._lines.add(event)
             case RequestStats():
+                self._ended = True
                 self._post(messages.RequestArrived(event))
             case JobProgress():
                 self._post(messages.JobChanged(event.job))

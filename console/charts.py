@@ -30,14 +30,21 @@ class TimeChart(PlotextPlot):
         self._values: tuple[float | None, ...] = ()
         self._level: float | None = None
 
-    def show(self, values: Sequence[float | None], level: float | None = None, key: str = "") -> None:
+    def show(
+        self,
+        values: Sequence[float | None],
+        level: float | None = None,
+        key: str = "",
+        title: str | None = None,
+    ) -> None:
         """Draws `values`, and `level` as a flat line for comparison; `key` says in the title what that is."""
         kept = tuple(values)
+        self._title = self._title if title is None else title
         if kept == self._values and level == self._level:
             return
         holes_only = not any(value is not None for value in (*kept, *self._values))
         self._values, self._level = kept, level
-        self.border_title = f"{self._title} over {self._seconds} s{key}"
+        self.border_title = f"{self._title}, {self._seconds} s{key}"
         if not holes_only:
             self.refresh()
 
@@ -46,7 +53,7 @@ class TimeChart(PlotextPlot):
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return Text("")
         if not any(value is not None for value in self._values):
-            return Text("no rounds in the last minutes", style="dim", no_wrap=True)
+            return Text("nothing in the last minutes", style="dim", no_wrap=True)
         self._draw(self._seconds)
         return super().render()
 

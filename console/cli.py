@@ -124,6 +124,9 @@ def console(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Watch only; DDTREE_READ_ONLY=1 is the same.")
     ] = False,
+    no_fallback: Annotated[
+        bool, typer.Option("--no-fallback", help="Never try the last good configuration if this one fails.")
+    ] = False,
 ) -> int:
     """Open the console: live figures and controls."""
     _check_together(given, attach, listen, on_hangup)
@@ -150,8 +153,8 @@ def console(
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
-        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value)
-    opener = partial(open_runtime, resolved.config, resolved.origins)
+        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
+    opener = partial(open_runtime, resolved.config, not no_fallback, resolved.origins)
     return shown(opener, read_only=read_only, service=service)
 
 

@@ -17,7 +17,9 @@ from textual.widgets import Footer, Static
 
 from console.figures import Figures
 from console.formats import NA, clean_line, percent, temperature
-from runtime.interface import Description, HostSample, Job, LogLine, Status
+from console.host_window import Busy
+from console.latency import Latency
+from runtime.interface import Description, HostSample, Job, LogLine, RequestStats, Status
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 LOST_CHARS = len("lost since 12:34:56")
@@ -42,8 +44,16 @@ class View:
     host: HostSample | None = None
     host_age_s: float | None = None
     figures: Figures = field(default_factory=Figures)
+    latency: Latency = Latency()
+    requests: tuple[RequestStats, ...] = ()
+    """Running and waiting ones first, then those that finished last."""
+    busy: Busy = Busy()
     lines: tuple[LogLine, ...] = ()
-    """The latest events and log lines, oldest first."""
+    """The latest log lines, oldest first."""
+    lines_total: int = 0
+    """How many there have ever been."""
+    events: tuple[LogLine, ...] = ()
+    """The latest changes, failures, snapshots and notices, oldest first; they are among the lines."""
     problem: str = ""
     """Why the status cannot be trusted; empty when it can."""
     notice: str = ""
@@ -151,8 +161,8 @@ class StatusBar(Horizontal):
 
 
 def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
-    """The screens by number; by name too where half the width is enough for that."""
-    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width // 2
+    """The screens by number; by name too where two thirds of the width are enough for that."""
+    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width * 2 // 3
     text = Text()
     for key, name in tabs:
         mine = name == here

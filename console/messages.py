@@ -58,6 +58,14 @@ class RequestArrived(Message):
         self.stats = stats
 
 
+class RequestsArrived(Replaceable):
+    """All requests the runtime knows: running and waiting ones, and those that finished last."""
+
+    def __init__(self, requests: tuple[RequestStats, ...]) -> None:
+        super().__init__()
+        self.requests = requests
+
+
 class StateChanged(Message):
     def __init__(self, change: StatusChanged) -> None:
         super().__init__()

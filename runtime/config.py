@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from runtime.interface import ConfigRejected
+from runtime.native_layouts import Layout
 from runtime.rejection import allowed, kind_of, nearest, rejection
 
 ENV_PREFIX = "DDTREE_"
@@ -71,8 +72,8 @@ class RuntimeConfig(BaseModel):
     """Name of an embedded model, a GGUF file or a Hugging Face folder."""
     drafter: Text | None = None
     """Folder in the published DFlash format; None = the one shipped for the model; "none" = no drafter."""
-    layout: Literal["single"] = "single"
-    """Parallelism mode; single = one process on one device."""
+    layout: Layout = "single"
+    """Parallelism mode: single (one process), or two ranks: tp2, ep2, pp2, tp2ep2."""
     mode: Literal["off", "chain", "tree"] = "tree"
     tree_budget: int | None = Field(default=None, ge=0, le=1024)
     """Most draft nodes in a tree, root excluded; None = calibrated at start-up; 0 = plain decoding."""
@@ -91,7 +92,9 @@ class RuntimeConfig(BaseModel):
     """Largest budget a live change may set; slots for it are reserved with each request."""
     max_queue: int = Field(default=256, ge=0)
     """Requests that may wait beside those that run; more are turned away at once."""
-    queue_timeout: float = Field(default=300.0, gt=0.0, le=86400.0)
+    rebuild_drain: float = Field(default=2.0, ge=0.0, le=86400.0)
+    """Seconds running requests get to finish before the engine is rebuilt; the rest goes on in the new one."""
+    queue_timeout: float = Field(default=30.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
     """Context limit in tokens, prompt and output; None = the smaller of the model's own limit and 4096."""
@@ -154,6 +157,7 @@ LIVE_FIELDS = frozenset(
         "max_concurrency",
         "max_queue",
         "queue_timeout",
+        "rebuild_drain",
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",

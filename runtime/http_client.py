@@ -41,8 +41,8 @@ from runtime.interface import (
 
 CONNECT_S = 3.0
 READ_S = 5.0
-APPLY_S = 60.0
-"""A change may have to wait for the engine."""
+APPLY_S = 1800.0
+"""A change may have an engine built; a server that ends meanwhile closes the connection."""
 SILENCE_S = 10.0
 """A stream that is silent for longer, heartbeats included, has lost its server."""
 RETRY_FIRST_S, RETRY_MOST_S = 0.25, 5.0

@@ -356,7 +356,13 @@ class FakeRuntime:
         self._revision += 1
         self._history = recorded(self._history, plan, self._revision, author)
         self.emit(StatusChanged(state=self._state, reason=self._reason, revision=self._revision))
-        return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
+        rebuilt = any(each.effect == "rebuild" for each in plan.changes)
+        return ChangeReport(
+            revision=self._revision,
+            applied=plan.changes,
+            summary=plan.summary,
+            outage_s=0.0 if rebuilt else None,
+        )
 
     async def start_job(
         self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"

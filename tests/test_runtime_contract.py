@@ -119,12 +119,15 @@ async def test_a_wrong_field_or_value_is_refused_naming_it(runtime: Runtime) -> 
         await runtime.preview({"tree_budgett": 4})
 
 
-async def test_a_field_that_needs_a_rebuild_is_planned_but_not_applied(runtime: Runtime) -> None:
-    plan = await runtime.preview({"dtype": "bfloat16"})
+async def test_a_field_that_needs_a_rebuild_is_planned_and_applied(runtime: Runtime) -> None:
+    plan = await runtime.preview({"max_tree_budget": 24})
     assert [change.effect for change in plan.changes] == ["rebuild"]
-    assert not plan.allowed
-    with pytest.raises(ConfigRejected):
-        await runtime.apply({"dtype": "bfloat16"}, plan.revision)
+    assert plan.allowed and "rebuilt" in plan.summary
+    report = await runtime.apply({"max_tree_budget": 24}, plan.revision)
+    assert report.outage_s is not None and report.failure is None
+    assert (await runtime.status()).state is EngineState.READY
+    assert (await runtime.describe()).max_tree_budget == 24
+    assert (await collect(runtime, ask()))[-1].stats.output_tokens
 
 
 async def test_watch_shows_rounds_and_changes_and_ends_cleanly(runtime: Runtime) -> None:
