@@ -124,6 +124,9 @@ def console(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Watch only; DDTREE_READ_ONLY=1 is the same.")
     ] = False,
+    no_fallback: Annotated[
+        bool, typer.Option("--no-fallback", help="Never try the last good configuration if this one fails.")
+    ] = False,
 ) -> int:
     """Open the console: live figures and controls."""
     _check_together(given, attach, listen, on_hangup)
@@ -147,8 +150,10 @@ def console(
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
-        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value)
-    return run_console(partial(open_runtime, config), read_only=read_only, service=service, author=who)
+        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
+    return run_console(
+        partial(open_runtime, config, not no_fallback), read_only=read_only, service=service, author=who
+    )
 
 
 def _check_together(given: Given, attach: str | None, listen: str | None, on_hangup: OnHangup | None) -> None:
