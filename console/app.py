@@ -27,12 +27,18 @@ from console.figures import RoundWindow
 from console.formats import clean_line
 from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
 from console.keys import help_groups, next_budget, next_mode
+from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.prompt_screen import PromptInput, PromptScreen
+from console.proposals import propose
 from console.terminal import Terminal, driver_class
 from runtime.interface import LogLine, Runtime, Status
 
-SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
+SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
+    ("1", LiveScreen),
+    ("3", PromptScreen),
+    ("6", LayoutsScreen),
+)
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
@@ -248,6 +254,12 @@ class ConsoleApp(App[Ending]):
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
+
+    def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
+        self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
+
+    def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
+        self._notice(event.text, bad=True)
 
     # Keys
 

@@ -219,6 +219,43 @@ class Bridge:
         async with self._changing:
             await self._change(step, undo=False)
 
+    async def preview(self, change: Mapping[str, Any]) -> ChangePlan | str:
+        """What `change` would do, or in words why it cannot be done."""
+        if self._runtime is None:
+            return "the runtime has not started yet"
+        try:
+            plan = await self._runtime.preview(dict(change))
+        except Exception as error:
+            return describe_error(error)
+        if not plan.allowed:
+            return refused(plan)
+        return plan if plan.changes else f"no change: {plan.summary}"
+
+    async def apply(self, change: Mapping[str, Any], plan: ChangePlan) -> None:
+        """Applies a confirmed change as it was planned; refused if the configuration changed since."""
+        runtime = self._runtime
+        if runtime is None:
+            return
+        async with self._changing:
+            try:
+                report = await runtime.apply(dict(change), plan.revision, self.author)
+                status = await runtime.status()
+            except Exception as error:
+                self._look.set()
+                self._post(messages.ChangeRefused(describe_error(error)))
+                return
+            self._look.set()
+            self._reshaped.set()
+            if not report.applied:
+                self._post(messages.ChangeRefused(report.summary))
+                return
+            self._done.extend(report.applied)
+            self._show(status)
+            fields = tuple(each.field for each in report.applied)
+            self._post(
+                messages.ChangeDone(done_text(plan, report, False), fields, dict(status.config), False)
+            )
+
     async def undo(self) -> None:
         """Reverts the last applied change, unless its field was changed again since."""
         async with self._changing:

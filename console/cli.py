@@ -20,6 +20,7 @@ from runtime import commands
 from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Given, config_options, tell
 
 ELSEWHERE = {
+    "layouts": ("runtime.layout_commands", "layouts_app", "Parallelism layouts: presets, fit, evidence."),
     "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),

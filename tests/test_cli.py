@@ -16,7 +16,18 @@ from typing import IO
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("console", "generate", "bench", "verify", "ctl", "serve", "service", "model", "train-drafter")
+COMMANDS = (
+    "console",
+    "generate",
+    "bench",
+    "verify",
+    "ctl",
+    "layouts",
+    "serve",
+    "service",
+    "model",
+    "train-drafter",
+)
 
 
 def ddtree(
