@@ -27,6 +27,7 @@ from console.figures import RoundWindow
 from console.formats import clean_line
 from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
 from console.keys import help_groups, next_budget, next_mode
+from console.layout_chooser import LayoutChooser
 from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.prompt_screen import PromptInput, PromptScreen
@@ -41,7 +42,7 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo")
 TICK_S = 0.5
 NOTICE_S = 8.0
 KEEP_LINES = 500
@@ -77,6 +78,9 @@ class ConsoleApp(App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding(
+            "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
+        ),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
@@ -304,6 +308,14 @@ class ConsoleApp(App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_layout(self) -> None:
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
+                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
+
+        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
 
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)
