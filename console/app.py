@@ -33,6 +33,7 @@ from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
+from console.layout_chooser import LayoutChooser
 from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
@@ -63,7 +64,7 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 TREE_SCREEN = "Tree"
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify", "save_snapshot")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
@@ -99,6 +100,9 @@ class ConsoleApp(BenchOrders, App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding(
+            "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
+        ),
         Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
@@ -412,6 +416,14 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_layout(self) -> None:
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
+                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
+
+        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
 
     def action_save_snapshot(self) -> None:
         self.push_screen(SaveDialog(self.snapshots.archive))
