@@ -89,6 +89,8 @@ def find(folder: Path | None) -> Place:
         StoreRefused: the folder holds something else, or belongs to another user.
     """
     named = (folder or default_folder()).expanduser().absolute()
+    if named.exists() and not named.is_dir():
+        raise StoreRefused(f"{named} is a file and no snapshot store; name a folder with --store")
     if (named / "ddtree" / MAKING).exists():
         return Place(named, named, own=True)
     for git_dir in (named, named / ".git"):
