@@ -41,9 +41,7 @@ run: .venv/installed
 
 test: .venv/installed-dev
 	@$(venv_python) -m console model fetch
-	@$(venv_python) -m pytest -n 2 --dist loadfile || \
-	    { echo "what failed beside other tests runs once more, alone (real terminals and processes need time)"; \
-	      $(venv_python) -m pytest --last-failed; }
+	@$(venv_python) -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-dev
 	$(venv_python) -m ruff check

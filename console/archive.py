@@ -29,6 +29,8 @@ class Here:
     host: str | None = None
     hardware: str | None = None
     """Class of hardware; None where the runtime runs on another host."""
+    is_settled: bool = False
+    """Whether the runtime has said where it runs; until then it is taken for this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,9 @@ class Archive:
             except RuntimeUnavailable:
                 host = None
         if host is not None and host != here():
-            return Here(host)
-        return Here(here(), await asyncio.to_thread(lambda: hardware_class(read_hardware())))
+            return Here(host, None, True)
+        hardware = await asyncio.to_thread(lambda: hardware_class(read_hardware()))
+        return Here(here(), hardware, host is not None)
 
     async def load(self, name: str) -> Loaded:
         """One snapshot with the page that its commit has."""
@@ -108,11 +111,11 @@ class Archive:
         async with self._acting:
             return await save_running(self._store(), self._running(), SaveRequest(label=label, note=note))
 
-    async def preview(self, name: str, author: str, patches: bool = True) -> Preview:
+    async def preview(self, name: str, author: str) -> Preview:
         """What going back to a snapshot would do."""
         from snapshots import rollback
 
-        options = rollback.RollbackOptions(patches=patches, author=author)
+        options = rollback.RollbackOptions(author=author)
         return await rollback.preview(self._store(), name, self._running(), options)
 
     async def roll_back(self, plan: Preview, progress: Callable[[str], None]) -> Outcome:
@@ -122,8 +125,8 @@ class Archive:
         async with self._acting:
             return await rollback.perform(self._store(), plan, self._running(), progress)
 
-    async def verify(self, name: str, progress: Callable[[str], None]) -> str:
-        """Measures what runs and compares it with a snapshot's figures; one line.
+    async def verify(self, name: str, progress: Callable[[str], None]) -> tuple[bool | None, str]:
+        """Measures what runs; whether a snapshot's figures are back, None where that cannot be told, and one line.
 
         Raises:
             StoreRefused: other settings run, or other clients' requests do.
@@ -147,7 +150,7 @@ class Archive:
             figure = await live.standard_bench(runtime, progress=progress)
             here = (await self.here()).hardware
             hardware = (loaded.snapshot.host.hardware, here) if here is not None else None
-            return diff.verdict(headline(loaded.snapshot), figure, hardware)[1]
+            return diff.verdict(headline(loaded.snapshot), figure, hardware)
 
 
 def explain(error: BaseException) -> str:

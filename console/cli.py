@@ -129,6 +129,9 @@ def console(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Watch only; DDTREE_READ_ONLY=1 is the same.")
     ] = False,
+    no_fallback: Annotated[
+        bool, typer.Option("--no-fallback", help="Never try the last good configuration if this one fails.")
+    ] = False,
 ) -> int:
     """Open the console: live figures and controls."""
     _check_together(given, attach, listen, on_hangup)
@@ -152,8 +155,10 @@ def console(
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
-        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value)
-    return run_console(partial(open_runtime, config), read_only=read_only, service=service, author=who)
+        service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
+    return run_console(
+        partial(open_runtime, config, not no_fallback), read_only=read_only, service=service, author=who
+    )
 
 
 def _check_together(given: Given, attach: str | None, listen: str | None, on_hangup: OnHangup | None) -> None:
@@ -182,6 +187,7 @@ app.add_typer(commands.config_app, name="config")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     try:
+        _finish_restore()
         code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
@@ -191,6 +197,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_set("DDTREE_DEBUG"):
             traceback.print_exc()
         return _report(error)
+
+
+def _finish_restore() -> None:
+    """Brings installed files that an interrupted restore left half-way into one state, before anything loads them."""
+    state = os.environ.get("XDG_STATE_HOME", "").strip() or os.path.expanduser("~/.local/state")
+    if not os.path.isdir(os.path.join(state, "ddtree", "restore")):
+        return  # nothing was ever restored here, and nothing needs to be loaded to know it
+    from snapshots.journal import Journal
+
+    done = Journal().recover()
+    if done is not None:
+        tell(done)
 
 
 def _report(error: Exception) -> int:

@@ -131,16 +131,16 @@ class LeaveDialog(ModalScreen[Leaving | None]):
         Binding("left", "app.focus_previous", "previous", show=False, tooltip="To the button before."),
     ]
 
-    def __init__(self, served_at: str, running: str) -> None:
+    def __init__(self, served_at: str, unfinished: str) -> None:
         super().__init__()
-        self._served_at, self._running = served_at, running
+        self._served_at, self._unfinished = served_at, unfinished
 
     def compose(self) -> ComposeResult:
         yield Vertical(
             Static("Leave the screen?", classes="title", markup=False),
             Static(
                 f"This process serves {self._served_at}. Detach: it goes on without a screen. "
-                f"Stop: it finishes what runs and ends. {self._running}",
+                f"Stop: it finishes what runs and ends. {self._unfinished}",
                 markup=False,
             ),
             Horizontal(

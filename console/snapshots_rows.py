@@ -118,8 +118,11 @@ def details_text(entry: Entry, here: Here) -> Text:
     figure = trailers.get("figure-source")
     text.append(f"\n{clean_line(trailers.get('measured', NA), 200)}")
     text.append(f"; figures: {clean_line(figure)}" if figure else "; no figures")
-    where = f"{trailers.get('host', NA)}, {trailers.get('hardware', NA)}"
-    text.append(f"\n{clean_line(where, 120)}: {host_mark(entry, here)} hardware")
+    hardware = (trailers.get("hardware", NA), here.hardware or NA)
+    where = f"{trailers.get('host', NA)}, {hardware[0]}"
+    text.append(
+        f"\n{clean_line(where, 120)}: {host_mark(entry, here)} {'host' if NA in hardware else 'hardware'}"
+    )
     patched = trailers.get("patched-files", "0")
     text.append(f"; patched files: {clean_line(patched, 8)}")
     note = entry.note.strip() or entry.annotation.strip()
@@ -188,5 +191,5 @@ def _change(before: object, after: object) -> str:
     then, now = getattr(before, "tok_s", None), getattr(after, "tok_s", None)
     if not then or now is None:
         return ""
-    share = (now - then) / then * 100
-    return f"  {abs(share):.0f} % {'faster' if share >= 0 else 'slower'}"
+    share = round((now - then) / then * 100)
+    return f"  {abs(share)} % {'faster' if share > 0 else 'slower'}" if share else "  the same"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
@@ -15,7 +17,7 @@ from textual.widgets.option_list import Option
 
 from console.archive import Archive, Here, explain
 from console.formats import clean_line, clean_text
-from console.frame import ConsoleScreen, Panel, View
+from console.frame import ConsoleScreen, Panel, View, styled
 from console.snapshots_dialogs import Choice, PageDialog, RollbackDialog
 from console.snapshots_rows import details_text, graph, heading, page_text, results_text, row_text
 
@@ -95,11 +97,13 @@ class SnapshotsScreen(ConsoleScreen):
             Panel(classes="bar line", id="columns"),
             SnapshotList(),
             Panel(classes="panel", id="details"),
+            Panel(classes="bar", id="verdict"),
             words,
         ]
 
     def on_mount(self) -> None:
         super().on_mount()
+        self.query_one("#verdict", Panel).display = False
         self.query_one(SnapshotList).focus()
 
     def on_screen_resume(self) -> None:
@@ -119,13 +123,13 @@ class SnapshotsScreen(ConsoleScreen):
     # Reading the store
 
     def action_reload(self) -> None:
-        self._work(self._load(), "load")
+        self._work(self._load, "load")
 
     async def _load(self) -> None:
         """Reads the newest page again and keeps the highlight on its snapshot."""
         kept = self._highlighted
         page = await self.archive.page(self._words)
-        if not self._here.host:
+        if not self._here.is_settled:
             self._store, self._here = await self.archive.where(), await self.archive.here()
         self._entries, self._more = list(page.entries), page.more
         self._not_pushed = page.unpushed
@@ -198,7 +202,7 @@ class SnapshotsScreen(ConsoleScreen):
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         self._tell_details()
         if self._more and not self._loading and event.option_index >= len(self._entries) - AHEAD:
-            self._work(self._load_older(), "older")
+            self._work(self._load_older, "older")
 
     # Filter
 
@@ -225,7 +229,7 @@ class SnapshotsScreen(ConsoleScreen):
     def _filter_by(self, words: str) -> None:
         if words != self._words:
             self._words = words
-            self._work(self._load_soon(), "load")
+            self._work(self._load_soon, "load")
 
     async def _load_soon(self) -> None:
         await asyncio.sleep(FILTER_PAUSE_S)
@@ -236,7 +240,7 @@ class SnapshotsScreen(ConsoleScreen):
     def on_option_list_option_selected(self, _event: OptionList.OptionSelected) -> None:
         entry = self._highlighted
         if entry is not None:
-            self._work(self._show_page(entry), "page")
+            self._work(partial(self._show_page, entry), "page")
 
     async def _show_page(self, entry: Entry) -> None:
         loaded = await self.archive.load(entry.commit)
@@ -265,7 +269,7 @@ class SnapshotsScreen(ConsoleScreen):
             self._tell("nothing to compare: space marks another snapshot first", bad=True)
             return
         older, newer = sorted((entry, other), key=self._entries.index, reverse=True)
-        self._work(self._show_diff(older, newer), "page")
+        self._work(partial(self._show_diff, older, newer), "page")
 
     async def _show_diff(self, older: Entry, newer: Entry) -> None:
         from snapshots.diff import compare
@@ -283,16 +287,16 @@ class SnapshotsScreen(ConsoleScreen):
         if entry is None:
             self._tell("nothing to roll back to: no snapshot", bad=True)
         elif self._free():
-            self._work(self._preview(entry), "act")
+            self._work(partial(self._preview, entry), "act")
 
     async def _preview(self, entry: Entry) -> None:
         """Shows what the rollback would do, and does it where the operator says so."""
         self._begin(f"looking at {clean_line(entry.id)}")
         try:
             whole = await self.archive.preview(entry.commit, self._author)
-            settings = await self.archive.preview(entry.commit, self._author, patches=False)
         finally:
             self._begin("")
+        settings = replace(whole, options=replace(whole.options, patches=False))
         allowed = {name for name, plan in (("all", whole), ("settings", settings)) if not plan.refusals}
         if whole.patches is None or not whole.patches.writes:
             allowed.discard("settings" if "all" in allowed else "")
@@ -304,7 +308,7 @@ class SnapshotsScreen(ConsoleScreen):
 
         def chosen(choice: Choice | None) -> None:
             if choice is not None:
-                self._work(self._roll_back(whole if choice == "all" else settings), "act")
+                self._work(partial(self._roll_back, whole if choice == "all" else settings), "act")
 
         self.app.push_screen(dialog, chosen)
 
@@ -315,24 +319,30 @@ class SnapshotsScreen(ConsoleScreen):
         finally:
             self._begin("")
             await self._load()
-        self._tell(f"rolled back to {plan.entry.id}: {outcome.verdict}", bad=outcome.back is False)
-        for line in outcome.notes:
-            self._tell(line)
+        words = f"rolled back to {plan.entry.id}: {outcome.verdict}"
+        self._judge("; ".join((words, *outcome.notes)), outcome.back)
 
     def action_verify(self) -> None:
         entry = self._highlighted
         if entry is None:
             self._tell("nothing to verify: no snapshot", bad=True)
         elif self._free():
-            self._work(self._verify(entry), "act")
+            self._work(partial(self._verify, entry), "act")
 
     async def _verify(self, entry: Entry) -> None:
         self._begin("measuring")
         try:
-            verdict = await self.archive.verify(entry.commit, self._begin)
+            back, words = await self.archive.verify(entry.commit, self._begin)
         finally:
             self._begin("")
-        self._tell(f"{entry.id}: {verdict}")
+        self._judge(f"{entry.id}: {words}", back)
+
+    def _judge(self, words: str, back: bool | None) -> None:
+        """Keeps a verdict below the list until the next act, for it is longer than a notice."""
+        panel = self.query_one("#verdict", Panel)
+        panel.display = True
+        panel.put(styled(clean_line(words), "bold" if back is None else "good" if back else "bad"))
+        self._tell(words, bad=back is False)
 
     def saved(self) -> None:
         """A snapshot was saved from somewhere; the list is read again if it is on screen."""
@@ -347,22 +357,23 @@ class SnapshotsScreen(ConsoleScreen):
 
     def _begin(self, words: str) -> None:
         """Says above the list what is being done; empty when it is done."""
+        if words:
+            panel = self.query_one("#verdict", Panel)
+            panel.put(Text())
+            panel.display = False
         self._doing = words
         self._tell_store()
 
     def _tell(self, text: str, bad: bool = False) -> None:
         self.app.post_message(self.Told(text, bad))
 
-    def _work(self, act: Coroutine[Any, Any, None], group: str) -> None:
+    def _work(self, act: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
         """Runs `act` beside the screen; what goes wrong is told in one line."""
 
         async def guarded() -> None:
             try:
-                await act
-            except asyncio.CancelledError:
-                act.close()
-                raise
+                await act()
             except Exception as error:
                 self._tell(explain(error), bad=True)
 
-        self.run_worker(guarded(), name=group, group=group, exclusive=group in ("load", "page"))
+        self.run_worker(guarded, name=group, group=group, exclusive=group in ("load", "page"))

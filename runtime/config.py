@@ -91,7 +91,7 @@ class RuntimeConfig(BaseModel):
     """Largest budget a live change may set; slots for it are reserved with each request."""
     max_queue: int = Field(default=256, ge=0)
     """Requests that may wait beside those that run; more are turned away at once."""
-    queue_timeout: float = Field(default=300.0, gt=0.0, le=86400.0)
+    queue_timeout: float = Field(default=30.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
     """Context limit in tokens, prompt and output; None = the smaller of the model's own limit and 4096."""

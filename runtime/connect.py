@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -14,11 +15,26 @@ if TYPE_CHECKING:
     from runtime.http_client import HttpRuntime
 
 
-async def open_runtime(config: RuntimeConfig) -> Runtime:
-    """An in-process runtime for `config`; returns at once and loads afterwards."""
+_attendants: set[asyncio.Task[None]] = set()
+"""A loop keeps no reference to its tasks."""
+
+
+async def open_runtime(config: RuntimeConfig, fall_back: bool = True) -> Runtime:
+    """An in-process runtime for `config`; returns at once and loads afterwards.
+
+    With `fall_back` the last good configuration is tried once if `config` does not come up, and kept once proved.
+    """
     from runtime.local import LocalRuntime
 
-    return LocalRuntime(config)
+    runtime = LocalRuntime(config)
+    if fall_back:
+        from runtime.last_good import last_good_file
+        from runtime.serve import look_after
+
+        task = asyncio.create_task(look_after(runtime, last_good_file()))
+        _attendants.add(task)
+        task.add_done_callback(_attendants.discard)
+    return runtime
 
 
 def author(program: str) -> str:

@@ -161,6 +161,13 @@ async def come_up(runtime: LocalRuntime, last_good: Path | None) -> None:
         await runtime.wait_ready()
 
 
+async def look_after(runtime: LocalRuntime, last_good: Path) -> None:
+    """Falls back and keeps the last good configuration for a runtime on a screen, which shows a failure itself."""
+    with contextlib.suppress(RuntimeFault):
+        await come_up(runtime, last_good)
+        await keep_once_proved(runtime, last_good)
+
+
 async def keep_once_proved(
     runtime: LocalRuntime, file: Path, seconds: float = PROOF_SECONDS, look_every_s: float = TICK_S
 ) -> None:

@@ -294,6 +294,5 @@ def _words(error: Exception) -> str:
 
 
 def _default_folder() -> Path:
-    import platformdirs
-
-    return platformdirs.user_state_path("ddtree") / "restore"
+    home = os.environ.get("XDG_STATE_HOME", "").strip()
+    return Path(home or Path.home() / ".local/state") / "ddtree" / "restore"

@@ -360,3 +360,24 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_touched(tmp_path: Path) ->
     assert "nothing was restored: File too large" in done.stdout and not done.stderr
     assert state_of(tmp_path / "root") == "old"
     assert not (tmp_path / "journal/active").exists() and not (tmp_path / "journal/draft").exists()
+
+
+def test_the_next_start_of_ddtree_finishes_what_was_interrupted(tmp_path: Path) -> None:
+    steps = int(restore_in_child(0, tmp_path / "whole").stdout)
+    folder = tmp_path / "state" / "ddtree"
+    folder.parent.mkdir()
+    for point in range(steps * 2 // 3, steps):
+        shutil.rmtree(folder, ignore_errors=True)
+        assert restore_in_child(point, folder).returncode == -9
+        if (folder / "journal/active").exists() and state_of(folder / "root") not in ("old", "new"):
+            break
+    (folder / "journal").rename(folder / "restore")
+    env = os.environ | {"XDG_STATE_HOME": str(folder.parent), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "console", "--version"]
+    first, second = (
+        subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        for _ in range(2)
+    )
+    assert "an interrupted restore of 5 files" in first.stderr and first.returncode == 0
+    assert state_of(folder / "root") == "new"
+    assert second.stderr == ""
