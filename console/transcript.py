@@ -138,6 +138,8 @@ def foot_text(turn: Turn, waiting: str) -> Text:
             parts.append(FINISH_WORDS[turn.stats.finish_reason])
         if turn.stats.plain_reason:
             parts.append(f"decoded plainly: {turn.stats.plain_reason}")
+        if turn.stats.continued:
+            parts.append(turn.stats.continued)
         if turn.stats.cached_tokens:
             parts.append(f"{turn.stats.cached_tokens} of {turn.stats.prompt_tokens} prompt tokens reused")
     if turn.error:

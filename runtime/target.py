@@ -7,8 +7,9 @@ registered, so transformers builds no mask of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,18 @@ from runtime.linear import Linear, LinearFactory, PlainLinear, RoundedLinear, re
 from runtime.models import Checkpoint, CheckpointError
 
 ATTENTION_NAME = "ddtree_slots"
+
+
+class Decoder(Protocol):
+    """The layers of a target; embedding and head are beside them."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+
+    @property
+    def head(self) -> Linear: ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class TargetModel:
                 # A tied head's plain weight stays in memory as the embedding; another one would cost a copy.
                 self._greedy_head = GreedyHead(embedding, self._draft_head)
         rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
-        self._decoder: FusedDecoder | TransformersDecoder
+        self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
             self._decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
@@ -110,6 +123,12 @@ class TargetModel:
             int(head_dim),
             self.dtype,
         )
+
+    def close(self) -> None:
+        """Nothing of this model lives elsewhere."""
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """`on_lost` is called, from any thread, when what holds the layers is gone; here that is this process."""
 
     def limit_vocabulary(self, size: int) -> None:
         """Keeps ids at or above the tokenizer's `size` (padding of the head) out of all logits."""

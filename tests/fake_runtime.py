@@ -23,6 +23,8 @@ from runtime.interface import (
     GenerateEvent,
     GenerateRequest,
     HostSample,
+    Job,
+    JobProgress,
     RequestAdmitted,
     RequestFinished,
     RequestRejected,
@@ -36,12 +38,58 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_kinds import BenchParameters, VerifyParameters, check_measured
+from runtime.jobs import JobContext, JobKind, Jobs, Outcome
 
 ANSWER = "The quick brown fox jumps over the lazy dog. "
 ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
 """Tokens per decode round, bonus token included, repeated for ever."""
 SLOTS = 4096
 CONTEXT = 2048
+
+
+JOB_STEPS = 5
+VERIFIED = {"passed": True, "texts": 4, "identical": 4, "findings": "no divergence"}
+
+
+def bench_case(mode: str, budget: int, tok_s: float, accept: float, **more: Any) -> dict[str, Any]:
+    """One result of a bench, as `runtime.bench` writes it; plain decoding gives 40 tok/s."""
+    stages = dict.fromkeys(("draft", "tree", "verify", "accept", "commit"), 0.002)
+    return {
+        "mode": mode,
+        "tree_budget": budget,
+        "concurrency": 1,
+        "temperature": 0.0,
+        "tok_s": tok_s,
+        "tok_s_min": tok_s - 1,
+        "tok_s_max": tok_s + 1,
+        "total_tok_s": tok_s * 0.9,
+        "accept_length": accept,
+        "ttft_s": 0.02,
+        "round_s": 0.01,
+        "stage_s": stages,
+        "speed_up": tok_s / 40.0,
+        "repetitions": 3,
+        **more,
+    }
+
+
+BENCHED = {
+    "schema": 1,
+    "conditions": {
+        "host": "fake",
+        "measured_at": "2026-01-02T03:04:05Z",
+        "max_tokens": 64,
+        "prompt_count": 6,
+    },
+    "results": [
+        bench_case("tree", 8, 81.5, 3.4),
+        bench_case("tree", 16, 72.0, 3.9),
+        bench_case("chain", 0, 60.25, 2.6),
+        bench_case("off", 0, 40.0, 1.0),
+    ],
+    "notes": [],
+}
 
 
 class FakeRuntime:
@@ -67,6 +115,8 @@ class FakeRuntime:
         """Set: streams break after that many rounds."""
         self.errors: tuple[str, ...] = ()
         self.calibration: str | None = None
+        self.origins: dict[str, str] = {"model": "default", "tree_budget": "command line"}
+        self.last_good: dict[str, Any] | None = None
         self.seen: list[GenerateRequest] = []
         self.closed = False
         self._state = EngineState.LOADING if loading else EngineState.READY
@@ -81,6 +131,18 @@ class FakeRuntime:
         self._numbers = itertools.count(1)
         self._rounds = itertools.count()
         self._watchers: list[asyncio.Queue[WatchEvent]] = []
+        self.job_results: dict[str, Outcome] = {
+            "bench": Outcome("fastest: tree 8, 81.5 tok/s, 2.04x plain; 4 cases", BENCHED),
+            "verify": Outcome("no divergence: 4 of 4 texts have exactly the plain tokens", VERIFIED),
+        }
+        self.job_step_s = 0.02
+        """Seconds a step of a job takes; each has JOB_STEPS."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        kinds = (
+            JobKind("bench", BenchParameters, self._work, check_measured, measures=True),
+            JobKind("verify", VerifyParameters, self._work, check_measured, measures=True),
+        )
+        self.job_board = Jobs(self, kinds, self._tell_job)
 
     # Controls for tests
 
@@ -144,6 +206,8 @@ class FakeRuntime:
             errors=self.errors,
             calibration=self.calibration,
             history=self._history,
+            origins=self.origins,
+            last_good=self.last_good,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -296,9 +360,40 @@ class FakeRuntime:
         self._revision += 1
         self._history = recorded(self._history, plan, self._revision, author)
         self.emit(StatusChanged(state=self._state, reason=self._reason, revision=self._revision))
-        return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
+        rebuilt = any(each.effect == "rebuild" for each in plan.changes)
+        return ChangeReport(
+            revision=self._revision,
+            applied=plan.changes,
+            summary=plan.summary,
+            outage_s=0.0 if rebuilt else None,
+        )
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str:
+        self._loop = asyncio.get_running_loop()
+        return await self.job_board.start(kind, parameters or {}, author)
+
+    async def cancel_job(self, job_id: str) -> bool:
+        return self.job_board.cancel(job_id)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return self.job_board.all()
+
+    async def _work(self, context: JobContext[Any]) -> Outcome:
+        step_s = max(self.job_step_s, (getattr(context.parameters, "duration_s", None) or 0.0) / JOB_STEPS)
+        for step in range(JOB_STEPS):
+            context.report(step / JOB_STEPS, f"step {step + 1} of {JOB_STEPS}")
+            await asyncio.sleep(step_s)
+        return self.job_results[context.job_id.partition("-")[0]]
+
+    def _tell_job(self, event: JobProgress) -> None:
+        """From the job's thread into the loop the fake lives in."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.emit, event)
 
     async def aclose(self) -> None:
+        await self.job_board.close()
         self.closed = True
         for event in self._running.values():
             event.set()
