@@ -38,17 +38,21 @@ from console.live_screen import LiveScreen
 from console.log_book import LogBook
 from console.log_screen import LogScreen
 from console.preferences import PreferenceFile
-from console.prompt_screen import PromptInput, PromptScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
 from console.proposals import propose
 from console.request_list import RequestTable
 from console.snapshots_dialogs import SaveDialog
 from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
+from console.tree_feed import TreesArrived
+from console.tree_screen import TreeScreen
 from console.verdict import alarm
 from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
     ("1", LiveScreen),
+    ("2", TreeScreen),
     ("3", PromptScreen),
     ("4", ControlsScreen),
     ("5", SnapshotsScreen),
@@ -140,9 +144,9 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self._notice_until_s = 0.0
         self._state = ""
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
-        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         self.begin_taste(preferences, no_color())
         self.bench.load = self.remembered_load()
+        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -158,6 +162,12 @@ class ConsoleApp(BenchOrders, App[Ending]):
         assert isinstance(screen, SnapshotsScreen)
         return screen
 
+    @property
+    def tree(self) -> TreeScreen:
+        screen = self._screens[TreeScreen.NAME]
+        assert isinstance(screen, TreeScreen)
+        return screen
+
     async def on_mount(self) -> None:
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
@@ -170,6 +180,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
+        self.run_worker(self.bridge.trees(self.tree.wanted), name="trees", group="trees", exit_on_error=False)
 
     # The view
 
@@ -291,6 +302,12 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self._notice(event.words)
         self.snapshots.saved()
 
+    def on_trees_arrived(self, event: TreesArrived) -> None:
+        self.tree.arrived(event)
+
+    def on_told(self, event: messages.Told) -> None:
+        self._notice(event.text, event.bad)
+
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
 
@@ -303,7 +320,10 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_answer_failed(self, event: messages.AnswerFailed) -> None:
         self.prompt.fail(event.turn, event.reason)
 
-    def on_prompt_screen_asked(self, event: PromptScreen.Asked) -> None:
+    def on_answers_unwanted(self) -> None:
+        self.workers.cancel_group(self, "answer")
+
+    def on_answer_wanted(self, event: messages.AnswerWanted) -> None:
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )

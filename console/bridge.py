@@ -16,6 +16,7 @@ from textual.message import Message
 from console import messages
 from console.formats import clean_line, clock
 from console.orders import Orders
+from console.tree_feed import TreeFeed, Wanted
 from runtime.interface import (
     AppliedChange,
     ChangePlan,
@@ -47,6 +48,7 @@ RETRY_S = 2.0
 TOKENS_S = 0.1
 ROUNDS_S = 0.1
 LOG_S = 0.2
+TREES_S = 0.25
 ANSWER_S = 5.0
 """A status that takes longer counts as no answer."""
 
@@ -228,6 +230,15 @@ class Bridge:
             if close is not None:
                 await close()
 
+    async def trees(self, wanted: Callable[[], Wanted | None]) -> None:
+        """Posts new rounds of the request that `wanted` names, while it names one, until cancelled."""
+        feed = TreeFeed(self._post)
+        while True:
+            what = wanted()
+            if self._runtime is not None and what is not None:
+                await feed.look(self._runtime, what)
+            await asyncio.sleep(TREES_S)
+
     async def cancel(self, request_id: str) -> bool:
         """Asks for the end of one request; False if it had ended already."""
         if self._runtime is None:
@@ -340,7 +351,7 @@ class _Answer:
             case RequestAdmitted():
                 self._post(
                     messages.AnswerAdmitted(
-                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens
+                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens, event.seed
                     )
                 )
             case TokensEmitted():

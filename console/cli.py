@@ -25,11 +25,6 @@ ELSEWHERE = {
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
     "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
-    "snapshot": (
-        "snapshots.commands",
-        "snapshot_app",
-        "Commit working configurations, compare them, go back to one.",
-    ),
     "bench": (
         "runtime.bench_commands",
         "bench",
@@ -42,6 +37,11 @@ ELSEWHERE = {
         "Find the fastest mode and tree budget for this host and load.",
     ),
     "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
+    "snapshot": (
+        "snapshots.commands",
+        "snapshot_app",
+        "Commit working configurations, compare them, go back to one.",
+    ),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""

@@ -60,10 +60,10 @@ class View:
     notice_bad: bool = False
     read_only: bool = False
     place: Place = Place()
-    not_pushed: int | None = None
-    """Snapshots that the store's remote has not; None without a remote, or not read yet."""
     jobs: tuple[Job, ...] = ()
     """Those that run and those that ended lately, the latest first."""
+    not_pushed: int | None = None
+    """Snapshots that the store's remote has not; None without a remote, or not read yet."""
 
     @property
     def config(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from runtime.rebuild import (
     outage,
     refusals,
 )
+from runtime.traces import tree_traces
 from runtime.watching import Watcher
 
 if TYPE_CHECKING:
@@ -175,8 +176,9 @@ class LocalRuntime(EngineThread):
         running = await self._call(lambda engine: engine.requests()) if self._state in UP else ()
         return running + tuple(reversed(self._finished))
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        return await self._call(lambda engine: engine.trace(request_id))
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        name, rounds = await self._call(lambda engine: (engine.token_name, engine.traced(request_id, after)))
+        return await asyncio.to_thread(tree_traces, rounds, name)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
         status, config = await self.status(), self._config

@@ -246,6 +246,13 @@ class TreeTrace(Frozen):
     position: int
     """Absolute position of the root."""
     nodes: tuple[TreeNode, ...]
-    bonus_token_id: int
+    bonus_token_id: int | None
+    """The target's choice at the last accepted node; None where a stop or the cap ended the text before it."""
     bonus_text: str
     tree_budget: int
+    mode: Mode = "tree"
+    """How this round drafted."""
+    reason: str | None = None
+    """Why it was decoded plainly though drafting is configured; None if it was not."""
+    finish: Literal["stop", "length"] | None = None
+    """How the text ended with this round; None where it went on."""

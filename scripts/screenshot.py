@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
-from console.prompt_screen import PromptInput
+from console.prompt_input import PromptInput
 from runtime.config import RuntimeConfig
 from runtime.connect import open_runtime
 from runtime.interface import EngineState, Runtime
