@@ -17,7 +17,7 @@ from console.comparison import Comparison
 from console.conversation import Turn
 from console.formats import clean_line, clean_text
 from console.frame import Panel, styled
-from console.transcript import AnswerText, Marks, figures_text, foot_text, spans
+from console.transcript import AnswerText, Marks, Span, figures_text, foot_text, spans
 from runtime.interface import Mode
 
 
@@ -41,8 +41,14 @@ class CompareColumn(Vertical):
         yield self._foot
 
     def on_mount(self) -> None:
-        self._scroll.anchor()
         self.show()
+
+    def append(self, parts: list[Span]) -> None:
+        """Adds text; follows the end unless scrolled up."""
+        follows = self._scroll.is_vertical_scroll_end
+        self.text.append(parts)
+        if follows:
+            self._scroll.call_after_refresh(self._scroll.scroll_end, animate=False)
 
     def show(self) -> None:
         self._figures.put(figures_text(self.turn))
@@ -98,9 +104,9 @@ class CompareScreen(ModalScreen[None]):
         )
         sampling = found.request.sampling
         asked = f"> {clean_line(found.turns[0].prompt, 200)}"
-        how = (
-            f"  T {sampling.temperature:g} · seed {sampling.seed}" if sampling.temperature is not None else ""
-        )
+        how = "" if sampling.temperature is None else f"  T {sampling.temperature:g}"
+        if not found.greedy:
+            how += f" · seed {sampling.seed}"
         self.query_one("#compare_head", Panel).put(Text.assemble((asked, "bold"), (how, "dim")))
         self._asked = 0
         self._ask_next()
@@ -131,9 +137,9 @@ class CompareScreen(ModalScreen[None]):
         for column in self.query(CompareColumn):
             if column.turn is turn:
                 if pieces is not None:
-                    column.text.append(spans(pieces.pieces))
+                    column.append(spans(pieces.pieces))
                 if tail:
-                    column.text.append([(clean_text(tail), True)])
+                    column.append([(clean_text(tail), True)])
                 column.show()
         if turn.ended and not turn.error and self._going_on(turn):
             self._ask_next()

@@ -37,7 +37,9 @@ class PromptScreen(ConsoleScreen):
         Binding("d", "marks", "marks", show=False, tooltip="How bonus tokens are marked."),
         Binding("y", "copy", "copy", show=False, tooltip="Copy the last answer."),
         Binding("w", "save", "save", show=False, tooltip="Save the conversation to a file."),
-        Binding("n", "new", "new", tooltip="Begin another conversation; the present one is forgotten."),
+        Binding(
+            "n", "new", "new", show=False, tooltip="Begin another conversation; the present one is forgotten."
+        ),
     ]
 
     def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:

@@ -47,7 +47,9 @@ class TreeScreen(ConsoleScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("h,left", "step(-1)", "back", group=_STEP, priority=True, tooltip="One round back; pauses."),
         Binding("l,right", "step(1)", "on", group=_STEP, priority=True, tooltip="One round on."),
-        Binding("space", "pause", "pause", tooltip="Stay at this round, or follow the newest again."),
+        Binding(
+            "space", "pause", "pause", show=False, tooltip="Stay at this round, or follow the newest again."
+        ),
         Binding("f", "follow", "follow", show=False, tooltip="Follow the newest round."),
         Binding("r", "request", "request", tooltip="Choose the request."),
         Binding("e", "expand", "rows", show=False, tooltip="A row for every node, or runs joined in one."),
@@ -208,6 +210,7 @@ class TreeScreen(ConsoleScreen):
         text = Text(no_wrap=True)
         if self._paused_at is None:
             text.append_text(styled("following", "good"))
+            text.append(", space pauses", "dim")
         else:
             newer = len(self._rounds) - 1 - at if at is not None else 0
             text.append_text(styled("paused", "fair"))
