@@ -168,7 +168,7 @@ class StatusBar(Horizontal):
 
 
 def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
-    """The screens by number; by name too where two thirds of the width are enough for that."""
+    """The screens by number; by name too where that leaves room for the engine's reason."""
     names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width - 34
     text = Text()
     for key, name in tabs:
