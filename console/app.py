@@ -49,6 +49,8 @@ TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 TREE_SCREEN = "Tree"
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
 TICK_S = 0.5
+IDLE_TICKS = 2
+"""While nothing is decoded and nothing is said, only every so many ticks draw."""
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
 
@@ -118,6 +120,7 @@ class ConsoleApp(App[Ending]):
         self._hosts = HostWindow()
         self._finished = RequestWindow()
         self._alarmed = False
+        self._ticks = 0
         self.book = LogBook()
         self._host_at_s: float | None = None
         self._notice_until_s = 0.0
@@ -170,11 +173,18 @@ class ConsoleApp(App[Ending]):
             now_s = time.time()
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
             self.book.record(*(LogLine(time_s=now_s, level="info", text=text) for text in captured))
-        if self.view.notice and time.monotonic() > self._notice_until_s:
+        over = bool(self.view.notice) and time.monotonic() > self._notice_until_s
+        if over:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         figures = self._window.figures(now)
         self._warn(alarm(figures, self.view.config))
+        self._ticks += 1
+        news = (
+            over or not (figures.idle and self.view.figures.idle) or self.book.total != self.view.lines_total
+        )
+        if not news and self._ticks % IDLE_TICKS:
+            return
         self._show(figures=figures, host_age_s=age, busy=self._hosts.busy(now), **self._logged())
 
     def _warn(self, trouble: str | None) -> None:
@@ -203,7 +213,8 @@ class ConsoleApp(App[Ending]):
         chosen = event.status.calibration
         if chosen and (before is None or before.calibration != chosen):
             self.book.event(f"budget: {chosen}")
-        self._show(status=event.status)
+        if before != event.status:
+            self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
 
@@ -222,6 +233,8 @@ class ConsoleApp(App[Ending]):
     def on_host_arrived(self, event: messages.HostArrived) -> None:
         self._host_at_s = time.monotonic()
         self._hosts.add(event.sample)
+        if self.view.host is None:
+            self._show(host=event.sample, host_age_s=0.0)
         self.view = dataclasses.replace(self.view, host=event.sample)
 
     def on_rounds_arrived(self, event: messages.RoundsArrived) -> None:
@@ -233,7 +246,7 @@ class ConsoleApp(App[Ending]):
 
     def on_requests_arrived(self, event: messages.RequestsArrived) -> None:
         self._finished.add(reversed(event.requests))
-        self._show(requests=event.requests, latency=self._finished.latency())
+        self.view = dataclasses.replace(self.view, requests=event.requests, latency=self._finished.latency())
 
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
         self.book.record(*event.lines)
