@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from rich.theme import Theme
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
@@ -22,32 +21,50 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from console import messages
+from console.archive import Archive
+from console.bench_orders import BenchOrders
+from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
+from console.controls_screen import ControlsScreen
 from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
-from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
+from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
+from console.layout_chooser import LayoutChooser
+from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
 from console.log_screen import LogScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.preferences import PreferenceFile
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
+from console.proposals import propose
 from console.request_list import RequestTable
+from console.snapshots_dialogs import SaveDialog
+from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
+from console.tree_feed import TreesArrived
+from console.tree_screen import TreeScreen
 from console.verdict import alarm
 from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
     ("1", LiveScreen),
+    ("2", TreeScreen),
     ("3", PromptScreen),
+    ("4", ControlsScreen),
+    ("5", SnapshotsScreen),
+    ("6", LayoutsScreen),
+    ("7", BenchScreen),
     ("8", LogScreen),
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 TREE_SCREEN = "Tree"
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
 IDLE_TICKS = 2
 """While nothing is decoded and nothing is said, only every so many ticks draw."""
@@ -55,6 +72,7 @@ NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
+THEME = "Next colours: dark, light, high contrast, none. Remembered for the next start."
 QUIT = "Leave; asks first if that would end something. An attached console leaves its server alone."
 COPY = "Copy the selected text; without any, quit as q does."
 SUSPEND = "Refused: what runs in this process would stop too."
@@ -73,7 +91,7 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(App[Ending]):
+class ConsoleApp(BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -84,10 +102,15 @@ class ConsoleApp(App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding(
+            "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
+        ),
+        Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
-        Binding("question_mark", "help", "help", tooltip="This help."),
+        Binding("question_mark", "help", "help", show=False, tooltip="This help."),
+        Binding("T", "theme", "theme", show=False, tooltip=THEME),
         Binding("colon", "command_palette", "commands", show=False, tooltip=COMMANDS),
         Binding("ctrl+p", "command_palette", "commands", show=False, priority=True, tooltip=COMMANDS),
         Binding("q", "quit", "quit", tooltip=QUIT),
@@ -108,7 +131,9 @@ class ConsoleApp(App[Ending]):
         terminal: Terminal | None = None,
         place: Place = Place(),  # noqa: B008
         author: str = "console",
+        preferences: PreferenceFile | None = None,
     ) -> None:
+        """`preferences`: where they are remembered; None: nowhere."""
         super().__init__(
             driver_class=driver_class(terminal) if terminal is not None else None,
             ansi_color=True if no_color() else None,
@@ -126,6 +151,9 @@ class ConsoleApp(App[Ending]):
         self._notice_until_s = 0.0
         self._state = ""
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
+        self.begin_taste(preferences, no_color())
+        self.bench.load = self.remembered_load()
+        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -135,22 +163,31 @@ class ConsoleApp(App[Ending]):
         assert isinstance(screen, PromptScreen)
         return screen
 
+    @property
+    def snapshots(self) -> SnapshotsScreen:
+        screen = self._screens[SnapshotsScreen.NAME]
+        assert isinstance(screen, SnapshotsScreen)
+        return screen
+
+    @property
+    def tree(self) -> TreeScreen:
+        screen = self._screens[TreeScreen.NAME]
+        assert isinstance(screen, TreeScreen)
+        return screen
+
     async def on_mount(self) -> None:
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
             sys.stdout = sys.stderr = self._terminal.stream
-        self.theme_changed_signal.subscribe(self, lambda _theme: self._colour())
-        self._colour()
-        await self.action_screen_named(LiveScreen.NAME)
+        self.theme_changed_signal.subscribe(self, lambda _theme: self.apply_colours())
+        self.apply_colours()
+        await self.action_screen_named(self.first_screen)
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start)
 
-    def _colour(self) -> None:
-        """Gives the named styles the colours for the theme's ground."""
-        self.console.push_theme(Theme(PALETTE if self.current_theme.dark else LIGHT_PALETTE))
-
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
+        self.run_worker(self.bridge.trees(self.tree.wanted), name="trees", group="trees", exit_on_error=False)
 
     # The view
 
@@ -272,6 +309,22 @@ class ConsoleApp(App[Ending]):
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
 
+    def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
+        self._notice(event.text, event.bad)
+
+    def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
+        self._show(not_pushed=event.not_pushed)
+
+    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
+        self._notice(event.words)
+        self.snapshots.saved()
+
+    def on_trees_arrived(self, event: TreesArrived) -> None:
+        self.tree.arrived(event)
+
+    def on_told(self, event: messages.Told) -> None:
+        self._notice(event.text, event.bad)
+
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
 
@@ -284,7 +337,10 @@ class ConsoleApp(App[Ending]):
     def on_answer_failed(self, event: messages.AnswerFailed) -> None:
         self.prompt.fail(event.turn, event.reason)
 
-    def on_prompt_screen_asked(self, event: PromptScreen.Asked) -> None:
+    def on_answers_unwanted(self) -> None:
+        self.workers.cancel_group(self, "answer")
+
+    def on_answer_wanted(self, event: messages.AnswerWanted) -> None:
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
@@ -311,6 +367,12 @@ class ConsoleApp(App[Ending]):
             self._notice(f"{name} is cancelled" if ended else f"{name} had ended already")
 
         self.run_worker(cancel(), name="cancel", exit_on_error=False)
+
+    def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
+        self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
+
+    def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
+        self._notice(event.text, bad=True)
 
     # Keys
 
@@ -367,6 +429,17 @@ class ConsoleApp(App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_layout(self) -> None:
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
+                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
+
+        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
+
+    def action_save_snapshot(self) -> None:
+        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)
@@ -434,14 +507,14 @@ class ConsoleApp(App[Ending]):
         return f"{requests} not finished; the rest of the text would be lost."
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Every key of the screen as a command, and the theme."""
+        """Every key of the screen as a command, then those of the other screens and what has no key."""
         for node, binding, enabled, tooltip in screen.active_bindings.values():
             if enabled and node in (self, screen) and tooltip and "palette" not in binding.action:
                 title, _, more = tooltip.partition(". ")
                 key = self.get_key_display(binding)
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
-        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        yield from self.other_commands()
 
 
 def no_color() -> bool:

@@ -7,9 +7,11 @@ Errors:
 
     RuntimeFault
     ├── RuntimeUnavailable   the engine is loading, draining or failed; try again later (HTTP 503)
-    │   └── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
+    │   ├── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
+    │   └── EngineLost       a process of the engine is gone; the runtime builds another engine
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
-    └── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    ├── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    └── JobRefused           this job cannot start beside what runs; nothing of it was begun (HTTP 409)
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ from runtime.samples import (
     GpuProcess,
     GpuSample,
     HostSample,
+    Job,
+    JobName,
+    JobProgress,
+    JobState,
     LogLine,
     Mode,
     RequestStats,
@@ -54,6 +60,11 @@ __all__ = [
     "GpuProcess",
     "GpuSample",
     "HostSample",
+    "Job",
+    "JobName",
+    "JobProgress",
+    "JobRefused",
+    "JobState",
     "LogLine",
     "Mode",
     "RequestAdmitted",
@@ -95,6 +106,10 @@ class RuntimeBusy(RuntimeUnavailable):
     """The queue is full, or the request waited in it for too long; nothing of it was computed."""
 
 
+class EngineLost(RuntimeUnavailable):
+    """A process that the engine runs in ended or hangs; its requests go on in another engine."""
+
+
 class RequestRejected(RuntimeFault):
     """A request that can never be served as it stands."""
 
@@ -109,6 +124,12 @@ class ConfigRejected(RuntimeFault):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class JobRefused(RuntimeFault):
+    """A job that must not start now: another one holds the engine, or other clients' requests run."""
+
+    exit_code = 3
 
 
 class SamplingParams(Frozen):
@@ -236,6 +257,8 @@ class Description(Frozen):
     threads: int | None
     linear: str | None
     """Which linear layers run: prepacked or plain."""
+    layout: str | None = None
+    """What is split over which processes, in words; may be less than the layout's name says."""
     host: str
     pid: int
     speculation: str
@@ -283,6 +306,10 @@ class Status(Frozen):
     errors: tuple[str, ...] = ()
     history: tuple[AppliedChange, ...] = ()
     """The last applied changes, the latest one last."""
+    origins: dict[str, str] = Field(default_factory=dict)
+    """Configuration field to where its value came from; fields that are missing: unknown."""
+    last_good: dict[str, Any] | None = None
+    """The configuration that last proved itself on the runtime's host; None where none is kept."""
 
 
 class ChangePlan(Frozen):
@@ -302,7 +329,14 @@ class ChangePlan(Frozen):
 class ChangeReport(Frozen):
     revision: int
     applied: tuple[FieldChange, ...]
+    """Empty where the change failed and the configuration before it is in force."""
     summary: str
+    outage_s: float | None = None
+    """Seconds without service as measured, the carried requests' tokens computed anew included; None: no rebuild."""
+    carried: int = 0
+    """Requests that ran on under the engine built for the change."""
+    failure: str | None = None
+    """Why the change was taken back; None where it was applied."""
 
 
 @runtime_checkable
@@ -311,7 +345,9 @@ class Runtime(Protocol):
 
     `generate` raises `RequestRejected` or `RuntimeUnavailable` before the first event; leaving its iterator early
     cancels the request. `watch` never blocks the engine: it is coalesced and bounded. `apply` raises `ConfigRejected`
-    when the revision is old or the plan is not allowed.
+    when the revision is old or the plan is not allowed. `start_job` returns the job's id at once; it raises
+    `ConfigRejected` for a kind or parameter that is wrong and `JobRefused` while another job or other clients' requests
+    stand in its way.
     """
 
     async def describe(self) -> Description: ...
@@ -326,10 +362,23 @@ class Runtime(Protocol):
 
     async def requests(self) -> tuple[RequestStats, ...]: ...
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]: ...
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of a request's last rounds with an index above `after`, oldest first.
+
+        Empty where none are kept: it is unknown, has not decoded a round yet, or ended long ago.
+        """
+        ...
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan: ...
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport: ...
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str: ...
+
+    async def cancel_job(self, job_id: str) -> bool: ...
+
+    async def jobs(self) -> tuple[Job, ...]: ...
 
     async def aclose(self) -> None: ...

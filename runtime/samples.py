@@ -6,7 +6,7 @@ These values cross `runtime.interface`, which gives their names on; nothing is i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -55,8 +55,12 @@ class RequestStats(Frozen):
     """First to last token."""
     tok_s: float | None = None
     """Output tokens after the first, per second of decode_s."""
+    finished_at_s: float | None = None
+    """Unix time at which it ended; None while it waits or runs."""
     plain_reason: str | None = None
     """Why this request decodes plainly though speculation is configured; None if it does not."""
+    continued: str | None = None
+    """Under what an engine built meanwhile went on with it, and whether its text may differ; None: none was built."""
 
 
 class RoundStats(Frozen):
@@ -176,7 +180,42 @@ class LogLine(Frozen):
     text: str
 
 
-WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine
+JobName = Literal["bench", "tune", "verify", "doctor", "snapshot", "rollback"]
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+
+
+class Job(Frozen):
+    """One long piece of work beside serving."""
+
+    id: str
+    name: JobName
+    holder: str
+    """Who started it."""
+    state: JobState = "queued"
+    progress: float | None = None
+    """0 to 1; None where it cannot be told."""
+    text: str = ""
+    """What it does, in the end its outcome or the reason why there is none; one line."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    result: dict[str, Any] | None = None
+    """Of a job that is done."""
+    started_at_s: float
+    """Unix time."""
+    ended_at_s: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("done", "failed", "cancelled")
+
+
+class JobProgress(Frozen):
+    """A job got on, or ended."""
+
+    kind: Literal["job"] = "job"
+    job: Job
+
+
+WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine | JobProgress
 
 
 class Baseline(Frozen):
@@ -207,6 +246,13 @@ class TreeTrace(Frozen):
     position: int
     """Absolute position of the root."""
     nodes: tuple[TreeNode, ...]
-    bonus_token_id: int
+    bonus_token_id: int | None
+    """The target's choice at the last accepted node; None where a stop or the cap ended the text before it."""
     bonus_text: str
     tree_budget: int
+    mode: Mode = "tree"
+    """How this round drafted."""
+    reason: str | None = None
+    """Why it was decoded plainly though drafting is configured; None if it was not."""
+    finish: Literal["stop", "length"] | None = None
+    """How the text ended with this round; None where it went on."""

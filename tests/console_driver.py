@@ -10,7 +10,7 @@ from fake_runtime import ANSWER, FakeRuntime
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
-from console.prompt_screen import PromptInput
+from console.prompt_input import PromptInput
 
 GIVE_UP_S = 10.0
 LONG = ANSWER * 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from served import ROOT, Served, serving, until
 from test_console_tmux import Tmux, needs_tmux
 from test_ctl import ctl
 
-from runtime.instance import birth_of
+from runtime.instance import birth_of, instances
 
 pytestmark = needs_tmux
 LONG = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "ddtree": {"mode": "off"}}
@@ -27,7 +28,10 @@ def tmux(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tmux]:
     terminal = Tmux(f"ddtree-{os.getpid()}-{abs(hash(request.node.name))}", tmp_path)
     terminal.run("new-session", "-d", "-s", "other", "-x", "80", "-y", "24", "env PS1='$ ' sh")
     yield terminal
-    terminal.run("kill-server")
+    terminal.end()
+    for detached in instances(tmp_path / "run" / "ddtree"):  # is in no terminal any more
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(detached.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -141,7 +145,7 @@ def test_q_detaches_or_stops_or_stays(tmux: Tmux, tmp_path: Path, models: tuple[
     tmux.keys("q")
     tmux.until("Leave the screen?", "Stay (Esc)", "Detach (d)", "Stop (s)")
     tmux.keys("Enter")
-    tmux.until("[1 Live]", "ready")
+    tmux.until("[1 Live]", "ready", without="Leave the screen?")
     tmux.keys("q")
     tmux.until("Leave the screen?")
     tmux.keys("d")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 from console_driver import Driven
@@ -12,6 +12,7 @@ from fake_runtime import FakeRuntime
 from http_serving import OPERATOR, served
 from test_runtime_contract import settle
 from textual.message import Message
+from textual.widgets import Static
 
 from console import messages
 from console.app import ConsoleApp, Ending
@@ -93,16 +94,26 @@ async def test_an_attached_console_says_where_and_asks_only_for_its_own_answer()
         await others.aclose()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize(
     ("key", "ending"), [("d", Ending.DETACH), ("s", Ending.QUIT), ("escape", None), ("enter", None)]
 )
 async def test_a_console_that_serves_asks_what_becomes_of_the_runtime(
-    key: str, ending: Ending | None
+    key: str, ending: Ending | None, busy: bool
 ) -> None:
-    async with console(Place(listens_at=AT)) as driven:
+    runtime = FakeRuntime(answer="word " * 400)
+    async with AsyncExitStack() as stack:
+        driven = await stack.enter_async_context(console(Place(listens_at=AT), runtime))
         assert "serves 127.0.0.1:8642" in driven.text("#where")
+        if busy:
+            others = await stack.enter_async_context(aclosing(runtime.generate(GenerateRequest(prompt="x"))))
+            await anext(others)
+            await driven.until(lambda: driven.app.view.status.running == 1, "another client's request")
         await driven.press("q")
         await driven.until(lambda: isinstance(driven.app.screen, LeaveDialog), "asked")
+        await driven.until(lambda: "Leave the screen?" in driven.shown(), "drawn")
+        effect = "".join(str(part.render()) for part in driven.app.screen.query(Static))
+        assert ("1 request is not finished" in effect) is busy
         await driven.press(key)
         if ending is None:
             await driven.until(lambda: not isinstance(driven.app.screen, LeaveDialog), "stays")

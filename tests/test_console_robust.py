@@ -10,17 +10,24 @@ import sys
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
+from textual.binding import Binding
 from textual.command import CommandPalette
 
 from console import messages
 from console.app import ConsoleApp
+from console.bench_load import LoadDialog
+from console.bench_screen import BenchScreen
 from console.bridge import Batch
+from console.controls_screen import ControlsScreen
 from console.dialogs import HelpScreen
+from console.field_dialog import FieldDialog
 from console.filtering import FilterLine
+from console.lists import List
 from console.live_screen import LiveScreen
 from console.log_book import KEEP_LINES
 from console.log_screen import LogScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -75,6 +82,35 @@ async def test_every_key_works_on_every_screen_at_every_size(size: tuple[int, in
                 if not isinstance(driven.app.screen, screen):
                     await driven.press(number)
         assert not driven.app._exit
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_key_of_its_own_works_on_controls_and_bench_at_every_size(size: tuple[int, int]):
+    async with console(size=size) as driven:
+        for number, screen in (("4", ControlsScreen), ("7", BenchScreen)):
+            await driven.press(number)
+            keys = [
+                key for each in screen.BINDINGS if isinstance(each, Binding) for key in each.key.split(",")
+            ]
+            for key in ("question_mark", *keys):
+                await driven.press(key)
+                while not isinstance(driven.app.screen, screen) or isinstance(driven.app.focused, FilterLine):
+                    await driven.press("escape")
+        assert not driven.app._exit
+
+
+@pytest.mark.case("C5")
+async def test_a_tiny_terminal_and_back_with_a_dialog_of_controls_and_bench_open():
+    async with console(size=(80, 24)) as driven:
+        for keys, dialog in ((("4", "e"), FieldDialog), (("7", "e"), LoadDialog)):
+            await driven.press(*keys)
+            for tiny in ((10, 3), (1, 1), (2, 60), (200, 1)):
+                await driven.pilot.resize_terminal(*tiny)
+                await driven.pilot.pause(0.05)
+            await driven.pilot.resize_terminal(80, 24)
+            assert isinstance(driven.app.screen, dialog)
+            await driven.press("escape")
+            await driven.until(lambda: isinstance(driven.app.focused, List), "the list has the focus again")
 
 
 @pytest.mark.case("C5")

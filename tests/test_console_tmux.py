@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -43,14 +45,14 @@ class Tmux:
     def screen(self) -> str:
         return self.run("capture-pane", "-t", "w", "-p")
 
-    def until(self, *texts: str, limit_s: float = GIVE_UP_S) -> str:
-        """Waits until all `texts` stand on the screen together; returns it."""
+    def until(self, *texts: str, without: str | None = None, limit_s: float = GIVE_UP_S) -> str:
+        """Waits until all `texts` stand on the screen together, and `without` does not; returns it."""
         end = time.monotonic() + limit_s
         while True:
             shown = self.screen()
-            if all(text in shown for text in texts):
+            if all(text in shown for text in texts) and (without is None or without not in shown):
                 return shown
-            assert time.monotonic() < end, f"never shown: {texts}\n{shown}"
+            assert time.monotonic() < end, f"never shown: {texts}, without {without}\n{shown}"
             time.sleep(0.05)
 
     def start(self, program: str) -> None:
@@ -89,12 +91,30 @@ class Tmux:
             time.sleep(0.05)
         raise AssertionError("the program is not running")
 
+    def end(self) -> None:
+        """Ends the terminal and every process in it, also one that would outlive its terminal."""
+        panes = self.run("list-panes", "-a", "-F", "#{pane_pid}").split()
+        inside = [each for pane in panes for each in descendants(int(pane))]
+        self.run("kill-server")
+        for pid in inside:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in children for found in (int(child), *descendants(int(child)))]
+
 
 @pytest.fixture
 def tmux(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tmux]:
     terminal = Tmux(f"ddtree-{os.getpid()}-{abs(hash(request.node.name))}", tmp_path)
     yield terminal
-    terminal.run("kill-server")
+    terminal.end()
 
 
 def fake(*what: str) -> str:
