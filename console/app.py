@@ -42,7 +42,7 @@ from console.preferences import PreferenceFile
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
 from console.proposals import propose
-from console.request_list import RequestTable
+from console.request_orders import RequestOrders
 from console.snapshots_dialogs import SaveDialog
 from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
@@ -63,7 +63,6 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-TREE_SCREEN = "Tree"
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
 IDLE_TICKS = 2
@@ -91,7 +90,7 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(BenchOrders, App[Ending]):
+class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -345,29 +344,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
 
-    def on_request_table_said(self, event: RequestTable.Said) -> None:
-        self._notice(event.text)
-
-    async def on_request_table_opened(self, event: RequestTable.Opened) -> None:
-        await self.action_open_tree(event.request_id)
-
-    def on_request_table_ended(self, event: RequestTable.Ended) -> None:
-        """Asks, then cancels a request, which may be somebody else's."""
-        if self.view.read_only:
-            self._notice("refused, the console is read-only: cancel a request", bad=True)
-            return
-        name = f"request {clean_line(event.request_id, 40)}"
-        effect = f"{name} ends with the text it has; its client is told that it was cancelled."
-        dialog = ConfirmDialog("Cancel the request?", effect, yes="Cancel it", no="Leave it")
-        self.push_screen(dialog, lambda yes: self._cancel_request(event.request_id, name) if yes else None)
-
-    def _cancel_request(self, request_id: str, name: str) -> None:
-        async def cancel() -> None:
-            ended = await self.bridge.cancel(request_id)
-            self._notice(f"{name} is cancelled" if ended else f"{name} had ended already")
-
-        self.run_worker(cancel(), name="cancel", exit_on_error=False)
-
     def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
         self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
 
@@ -393,16 +369,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
     async def action_screen_named(self, name: str) -> None:
         await self.switch_mode(name)
         self._show()
-
-    async def action_open_tree(self, request_id: str) -> None:
-        """Shows the draft trees of a request."""
-        screen = self._screens.get(TREE_SCREEN)
-        follow = getattr(screen, "follow", None)
-        if follow is None:
-            self._notice("there is no tree screen")
-            return
-        await self.action_screen_named(TREE_SCREEN)
-        follow(request_id)
 
     async def action_input(self) -> None:
         await self.action_screen_named(PromptScreen.NAME)

@@ -293,8 +293,7 @@ async def test_an_alarm_is_on_the_screen_and_once_among_the_events():
         assert driven.text("#events").count("ALARM") == 1
 
 
-async def test_without_a_tree_screen_opening_a_tree_says_so():
+async def test_opening_a_request_shows_its_tree():
     async with console() as driven:
-        driven.app._screens.pop("Tree", None)
         await driven.app.action_open_tree("r1")
-        assert "no tree screen" in driven.app.view.notice
+        assert driven.app.screen is driven.app.tree and driven.app.tree._chosen == "r1"
