@@ -20,15 +20,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.interface import EngineLost
 from runtime.logs import LOGGER
-
-if TYPE_CHECKING:
-    from runtime.gang_rank import RankSpec
 
 SLICE_S = 0.1
 STALL_S = 1.2
@@ -45,6 +43,29 @@ PRELOADED = ["runtime.gang_rank"]
 CLOSE_S = 5.0
 SETTLE_S = 0.25
 """After a fault, so long for what caused it to show."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank is to be. `folder` holds the rendezvous file and the ranks' output."""
+
+    rank: int
+    layout: str
+    folder: str
+    model: str
+    dtype: str
+    device: str
+    slots: int
+    taps: tuple[int, ...]
+    linear: str
+    threads: int
+
+
+def _rank(spec: RankSpec, pipe: connection.Connection) -> None:
+    """In the child: what it needs is imported there, and not where it is started from."""
+    from runtime.gang_rank import rank_main
+
+    rank_main(spec, pipe)
 
 
 def _context() -> Any:
@@ -126,11 +147,9 @@ class Gang:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, context: Any, spec: RankSpec) -> None:
-        from runtime.gang_rank import rank_main
-
         mine, theirs = context.Pipe()
         rank = context.Process(
-            target=rank_main, args=(spec, theirs), name=f"ddtree rank {spec.rank}", daemon=True
+            target=_rank, args=(spec, theirs), name=f"ddtree rank {spec.rank}", daemon=True
         )
         self._pipes.append(mine)
         try:

@@ -192,7 +192,7 @@ async def test_a_rank_that_is_lost_while_it_loads_leaves_the_old_layout(start: S
 
 async def test_layouts_flip_by_key_while_text_streams(start: Start) -> None:
     resource_tracker.ensure_running()  # as the console does before Textual takes stderr
-    runtime = await start(max_tokens=200)
+    runtime = await start(max_tokens=900, max_seq_len=1024, mode="off")
     prompt, alone = await long_prompt(runtime)
     async with console(runtime) as driven:
         await driven.ask(prompt)
@@ -203,9 +203,12 @@ async def test_layouts_flip_by_key_while_text_streams(start: Start) -> None:
             await driven.press("y")
             await settle(lambda wanted=layout: layout_is(runtime, wanted), 120)
             assert driven.turn.stats is None, "the text still streams"
+        shown = len(driven.turn.pieces)
+        await settle(lambda: len(driven.turn.pieces) > shown + 3 or driven.turn.ended, 120)
+        await driven.press("x")
         await settle(lambda: driven.turn.ended, 120)
         assert driven.turn.stats.continued == "continued under single: near-ties may differ"
-        assert "".join(piece.text for piece in driven.turn.pieces) == alone.text
+        assert alone.text.startswith("".join(piece.text for piece in driven.turn.pieces))
 
 
 async def long_prompt(runtime: LocalRuntime) -> tuple[str, RequestFinished]:
@@ -213,7 +216,7 @@ async def long_prompt(runtime: LocalRuntime) -> tuple[str, RequestFinished]:
     for word in ("a", "b", "c", "d", "e", "f", "g", "h"):
         messages = ({"role": "user", "content": word},)
         end = (await collect(runtime, GenerateRequest(messages=messages)))[-1]
-        if end.stats.output_tokens >= 190:
+        if end.stats.output_tokens == 900:
             return word, end
     raise AssertionError("no prompt has a long answer")
 
