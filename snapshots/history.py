@@ -61,13 +61,15 @@ def snapshots(entries: Iterator[Entry]) -> Iterator[Entry]:
             continue
         later = measured.pop(entry.commit, None)
         if later is not None:
-            figures = {
-                name: later.trailers[name]
-                for name in ("tok-s", "accept-length", "figure-source", "measured")
-                if name in later.trailers
-            }
-            entry = replace(entry, trailers={**entry.trailers, **figures})
+            entry = with_figures(entry, later)
         yield entry
+
+
+def with_figures(entry: Entry, later: Entry) -> Entry:
+    """`entry` with the figures that a later measurement of it has."""
+    names = ("tok-s", "accept-length", "figure-source", "measured")
+    figures = {name: later.trailers[name] for name in names if name in later.trailers}
+    return replace(entry, trailers={**entry.trailers, **figures})
 
 
 def entry_of(runner: GitRunner, commit: str, made_here: frozenset[str]) -> Entry | None:
@@ -138,13 +140,14 @@ def tree_names(runner: GitRunner, ref: str) -> dict[str, str]:
 
 def named_tags(runner: GitRunner, place: Place) -> dict[str, tuple[str, ...]]:
     """The operator's own names by commit."""
-    answer = runner.ask("for-each-ref", "--format=%(refname) %(objectname) %(*objectname)", place.tags)
+    listed = runner.ask("for-each-ref", "--format=%(refname)", place.tags).out.decode("utf-8", "replace")
+    refs = [ref for ref in listed.splitlines() if not ref.startswith(place.snapshots)]
+    if not refs:
+        return {}
+    commits = runner.run("rev-parse", *(f"{ref}^{{}}" for ref in refs)).line.split()
     found: dict[str, tuple[str, ...]] = {}
-    for line in answer.out.decode("utf-8", "replace").splitlines():
-        ref, plain, *peeled = line.split(" ")
-        if not ref.startswith(place.snapshots):
-            commit = peeled[0] if peeled and peeled[0] else plain
-            found[commit] = (*found.get(commit, ()), ref.removeprefix(place.tags))
+    for ref, commit in zip(refs, commits, strict=True):
+        found[commit] = (*found.get(commit, ()), ref.removeprefix(place.tags))
     return found
 
 

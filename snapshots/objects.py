@@ -20,6 +20,8 @@ from snapshots.git import Answer, GitRunner, StoreFault, explained, identity, op
 from snapshots.place import Place, create
 
 PENDING = "pending.json"
+LOOSE_TAGS = 500
+"""Tags in files of their own up to which a store is left as it is."""
 ABSENT = ""
 
 
@@ -86,24 +88,42 @@ def write_tag(runner: GitRunner, commit: str, name: str, message: str, time_s: f
 
 def move(runner: GitRunner, place: Place, moves: tuple[RefMove, ...]) -> None:
     """Move all refs or none; from here on a kill does not undo it."""
-    announced = place.state / PENDING
-    draft = announced.with_suffix(".draft")
     # Lock files that stand there already are somebody else's: git waits for them, and we never remove them.
     ours = [f"{each.ref}.lock" for each in moves if not (place.git_dir / f"{each.ref}.lock").exists()]
     if place.own and not (place.git_dir / "HEAD.lock").exists():
         ours.append("HEAD.lock")
-    pending = {"locks": ours, "moves": [[each.ref, each.new, each.old] for each in moves]}
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(pending, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(announced)
+    announced = _announce(place, ours, [[each.ref, each.new, each.old] for each in moves])
     answer = _update_refs(runner, moves)
     if answer.status < 0:
         _remove_locks(place, ours, announced.stat().st_mtime)
     announced.unlink()
     if answer.status != 0:
         raise explained(answer.err, place.git_dir)
+
+
+def pack_refs(runner: GitRunner, place: Place) -> None:
+    """Keep the list fast: many tags as one file. The operator's own repository is left as it is."""
+    folder = place.git_dir / place.snapshots
+    if not place.own or not folder.is_dir() or len(os.listdir(folder)) <= LOOSE_TAGS:
+        return
+    loose = [
+        path.relative_to(place.git_dir) for path in (place.git_dir / "refs").rglob("*") if path.is_file()
+    ]
+    names = ["packed-refs.lock", "packed-refs.new", *(f"{path}.lock" for path in loose)]
+    announced = _announce(place, [name for name in names if not (place.git_dir / name).exists()], [])
+    runner.ask("pack-refs", "--all")
+    announced.unlink()
+
+
+def _announce(place: Place, locks: list[str], moves: list[list[str]]) -> Path:
+    announced = place.state / PENDING
+    draft = announced.with_suffix(".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump({"locks": locks, "moves": moves}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(announced)
+    return announced
 
 
 def recover(runner: GitRunner, place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 from snapshots import history
 from snapshots.git import Answer, GitRunner, StoreFault, StoreRefused, explained, opened, without_password
 from snapshots.message import compose_merge
-from snapshots.objects import ABSENT, RefMove, current, move, write_commit, write_tree, writing
+from snapshots.objects import ABSENT, RefMove, current, move, pack_refs, write_commit, write_tree, writing
 from snapshots.place import Place
 from snapshots.store import Store, new_id, remote_url
 
@@ -116,7 +117,6 @@ def pull(store: Store) -> Pulled:
         answer = _network(
             runner,
             "fetch",
-            "--quiet",
             "--no-tags",
             "--end-of-options",
             url,
@@ -127,19 +127,21 @@ def pull(store: Store) -> Pulled:
             raise _fetch_fault(answer, place, url)
         pulled = _join(runner, place, url)
         _join_notes(runner, place)
+        pack_refs(runner, place)
         return pulled
 
 
 def push_in_background(store: Store) -> None:
     """Start a push that goes on by itself; how it ended stands in `push.log` beside the store's lock."""
     with (store.place.state / "push.log").open("w", encoding="utf-8") as log:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "console", "snapshot", "push", "--store", str(store.place.folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+    threading.Thread(target=process.wait, daemon=True).start()
 
 
 def _join(runner: GitRunner, place: Place, url: str) -> Pulled:

@@ -17,6 +17,7 @@ from snapshots.content import Environment, Figure, HostIdentity, Snapshot, hardw
 from snapshots.diff import SnapshotDiff
 from snapshots.git import StoreFault, StoreRefused
 from snapshots.message import Entry
+from snapshots.originals import Originals
 from snapshots.restore import RestorePlan
 from snapshots.services import UnitChange
 from snapshots.store import Store
@@ -149,7 +150,7 @@ async def preview(
     seen = (
         await live.observed(runtime) if runtime is not None else live.not_running(config or snapshot.config)
     )
-    here, restoring, units = await asyncio.to_thread(_look, snapshot, seen)
+    here, restoring, units = await asyncio.to_thread(_look, store, snapshot, seen)
     before = seen.model_copy(
         update={
             "environment": here,
@@ -192,7 +193,7 @@ async def perform(
     if plan.refusals:
         raise StoreRefused("; ".join(plan.refusals))
     written = await asyncio.to_thread(_restore_files, plan)
-    title = f"rollback to {plan.entry.label or plan.entry.id}"[:120]
+    title = f"rollback to {plan.entry.label or plan.entry.id}"[:120].rstrip()
     back_to = plan.snapshot.model_copy(update={"label": title, "taken_at_s": live.now()})
     entry = await asyncio.to_thread(
         store.save, back_to, "rollback", {"Restores": plan.entry.commit}, plan.entry.commit
@@ -222,7 +223,7 @@ def _trusted(entry: Entry, trust: str | None) -> bool:
 
 
 def _look(
-    snapshot: Snapshot, seen: Snapshot
+    store: Store, snapshot: Snapshot, seen: Snapshot
 ) -> tuple[Environment, tuple[RestorePlan | None, tuple[Any, ...]], tuple[UnitChange, ...]]:
     """This host's side: its environment, what restoring patches would do, what units would change."""
     from snapshots import environment
@@ -232,8 +233,12 @@ def _look(
     examined = [each for each in snapshot.packages if each.install == "wheel"]
     if not local or not (examined or snapshot.patches):
         return here, (None, ()), services.changes(snapshot.services) if local else ()
-    restoring = restore.plan(examined, snapshot.patches)
-    now = patches.examine([each.package for each in examined])
+    earlier = saving.earlier_contents(store)
+    kept = Originals(earlier=earlier, fetch=False)
+    restoring = restore.plan(examined, snapshot.patches, originals=kept)
+    if restoring.refused:  # a wheel may have to be downloaded for it
+        restoring = restore.plan(examined, snapshot.patches, originals=Originals(earlier=earlier))
+    now = patches.examine([each.package for each in restoring.packages], originals=kept)
     return here, (restoring, now.patches), services.changes(snapshot.services)
 
 

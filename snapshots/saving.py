@@ -14,13 +14,25 @@ from typing import Any
 
 from runtime.interface import Runtime
 from snapshots import live
-from snapshots.content import Environment, Figure, HostIdentity, Measurements, Snapshot, hardware_class
+from snapshots.content import (
+    Environment,
+    Figure,
+    HostIdentity,
+    Measurements,
+    Snapshot,
+    checked_label,
+    checked_note,
+    hardware_class,
+)
 from snapshots.git import StoreFault, StoreRefused
 from snapshots.message import Entry
 from snapshots.originals import Originals
 from snapshots.patches import DEFAULT_PACKAGES, examine
 from snapshots.secrets import Hit, scan
 from snapshots.store import Store
+
+SEARCHED = 100
+"""Newest snapshots in which an original is looked for."""
 
 
 class SecretFound(StoreRefused):
@@ -90,7 +102,7 @@ def attach(store: Store, entry: Entry, figure: Figure) -> Entry:
     followed = snapshot.model_copy(
         update={
             "measurements": measured,
-            "label": f"measurement of {snapshot.label or entry.id}"[:120],
+            "label": f"measurement of {snapshot.label or entry.id}"[:120].rstrip(),
             "note": "",
         }
     )
@@ -98,7 +110,9 @@ def attach(store: Store, entry: Entry, figure: Figure) -> Entry:
 
 
 def check_words(request: SaveRequest) -> None:
-    """Raises SecretFound for a secret in the label or the note."""
+    """Raises SecretFound for a secret in the label or the note, NoteRefused for what git cannot keep."""
+    checked_label(request.label)
+    checked_note(request.note)
     hits = [*scan(request.label, "label"), *scan(request.note, "note")]
     if hits and not request.allow_secret:
         raise SecretFound(hits)
@@ -157,7 +171,7 @@ def _commit(store: Store, snapshot: Snapshot, request: SaveRequest, is_here: boo
     }
     if is_here:
         here = environment.capture(*model_files(snapshot.config))
-        originals = Originals(earlier=_earlier(store), fetch=request.fetch_originals)
+        originals = Originals(earlier=earlier_contents(store), fetch=request.fetch_originals)
         examined = examine(request.packages, originals=originals)
         update |= {
             "environment": here,
@@ -181,19 +195,21 @@ def _patch_secrets(snapshot: Snapshot) -> Iterable[Hit]:
         yield from scan(state.diff, f"diff of {state.package}")
 
 
-def _earlier(store: Store) -> Callable[[str], bytes | None]:
-    """Originals that the newest snapshot has already."""
-    known: dict[str, bytes] | None = None
+def earlier_contents(store: Store) -> Callable[[str], bytes | None]:
+    """Contents of patched files and their originals in the newest snapshots that have any, by SHA-256."""
+    found: dict[str, bytes] = {}
+    entries: list[Entry] | None = None
 
     def find(sha256: str) -> bytes | None:
-        nonlocal known
-        if known is None:
-            known = {}
-            for entry in store.list(limit=1).entries:
-                for file in store.load(entry.commit)[1].patches:
-                    for name, content in ((file.sha256, file.content), (file.original_sha256, file.original)):
-                        if name is not None and content is not None:
-                            known[name] = content
-        return known.get(sha256)
+        nonlocal entries
+        if entries is None:
+            newest = store.list(limit=SEARCHED).entries
+            entries = [entry for entry in newest if entry.trailers.get("patched-files", "0") != "0"]
+        while sha256 not in found and entries:
+            for file in store.load(entries.pop(0).commit)[1].patches:
+                for name, content in ((file.sha256, file.content), (file.original_sha256, file.original)):
+                    if name is not None and content is not None:
+                        found[name] = content
+        return found.get(sha256)
 
     return find

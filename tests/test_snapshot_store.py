@@ -18,6 +18,8 @@ from snapshots.content import NoteRefused, PackageState, UnitFile
 from snapshots.git import StoreFault, StoreRefused, UnknownSnapshot
 from snapshots.store import Store
 
+LONG = bool(os.environ.get("DDTREE_LONG"))
+
 NOTES = {
     "hash first": "#1 best\n#2 next",
     "spaces and empty lines": "\n\n  two  \n\n\n end   ",
@@ -365,7 +367,7 @@ def test_foreign_bytes_do_not_stop_browsing(tmp_path: Path) -> None:
 @pytest.mark.case("D7")
 def test_browsing_leaks_nothing(tmp_path: Path) -> None:
     store = Store.at(tmp_path / "store")
-    count, turns = (500, 20) if os.environ.get("DDTREE_LONG") else (6, 4)
+    count, turns = (500, 20) if LONG else (6, 4)
     for number in range(count):
         store.save(snapshot(f"n{number}"))
     me = psutil.Process()
@@ -419,7 +421,7 @@ print("done")
 
 @pytest.mark.case("D3")
 def test_a_kill_leaves_no_half_snapshot_and_no_lock(store: Store) -> None:
-    points = "30" if os.environ.get("DDTREE_LONG") else "6"
+    points = "30" if LONG else "6"
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", KILLING, str(store.place.folder), points, "7"],
@@ -452,14 +454,15 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
             store.save(big)
         assert "\n" not in str(refused.value)
         assert only(store).note == "note"
+        store.save(snapshot("small"))
         with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(bytes(4096))
         with pytest.raises(StoreFault, match="no space left"):
-            store.save(snapshot("small"))
+            store.save(snapshot("smaller"))
         (disk / "filler").unlink()
         store.save(snapshot("after"))
-        assert [entry.label for entry in store.list().entries] == ["after", "kept"]
+        assert [entry.label for entry in store.list().entries] == ["after", "small", "kept"]
         said = git(store.place.git_dir, "fsck", check=False).splitlines()
         assert [line for line in said if not line.startswith("dangling")] == []
     finally:
