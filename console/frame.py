@@ -168,8 +168,8 @@ class StatusBar(Horizontal):
 
 
 def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
-    """The screens by number; by name too where two thirds of the width are enough for that."""
-    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width * 2 // 3
+    """The screens by number; by name too where that leaves room for the engine's reason."""
+    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width - 34
     text = Text()
     for key, name in tabs:
         mine = name == here
