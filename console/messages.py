@@ -5,9 +5,11 @@ from __future__ import annotations
 from textual.message import Message
 
 from runtime.interface import (
+    ChangePlan,
     Description,
     GenerateRequest,
     HostSample,
+    Job,
     LogLine,
     RequestFinished,
     RequestStats,
@@ -55,6 +57,14 @@ class RequestArrived(Message):
     def __init__(self, stats: RequestStats) -> None:
         super().__init__()
         self.stats = stats
+
+
+class RequestsArrived(Replaceable):
+    """All requests the runtime knows: running and waiting ones, and those that finished last."""
+
+    def __init__(self, requests: tuple[RequestStats, ...]) -> None:
+        super().__init__()
+        self.requests = requests
 
 
 class StateChanged(Message):
@@ -157,3 +167,34 @@ class AnswerWanted(Message):
 
 class AnswersUnwanted(Message):
     """Whatever is being answered for this console is to end."""
+
+
+class PlanArrived(Message):
+    """What a collected change would do, or why that cannot be told."""
+
+    def __init__(self, change: dict[str, object], plan: ChangePlan | None, refusal: str) -> None:
+        super().__init__()
+        self.change = change
+        self.plan = plan
+        self.refusal = refusal
+
+
+class JobChanged(Message):
+    """A job began, got on or ended."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, JobChanged) and message.job.id == self.job.id and not message.job.over
+
+
+class JobNotStarted(Message):
+    """An order about a job was refused; `field` is the parameter at fault, if one is."""
+
+    def __init__(self, kind: str, reason: str, field: str | None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.reason = reason
+        self.field = field

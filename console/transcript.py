@@ -168,6 +168,8 @@ def foot_text(turn: Turn, waiting: str) -> Text:
             parts.append(f"decoded plainly: {turn.stats.plain_reason}")
         if turn.stats.temperature >= GREEDY_BELOW and turn.seed is not None:
             parts.append(f"seed {turn.seed}")
+        if turn.stats.continued:
+            parts.append(turn.stats.continued)
         if turn.stats.cached_tokens:
             parts.append(f"{turn.stats.cached_tokens} of {turn.stats.prompt_tokens} prompt tokens reused")
     if turn.error:

@@ -88,7 +88,7 @@ def _time_rows(target, cache, start: int, rows: int) -> list[float]:  # type: ig
     seconds = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        target.logits(target.forward(token_ids, positions, step).hidden).argmax(-1).tolist()
+        target.likeliest(target.forward(token_ids, positions, step).hidden).tolist()
         seconds.append(time.perf_counter() - begin)
     return seconds
 

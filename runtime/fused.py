@@ -55,7 +55,7 @@ class StackShape:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One layer's weights; norms are `[hidden]` or `[head_dim]`."""
+    """One layer's weights; norms are `[hidden]`, that of queries and keys `[heads + kv_heads, head_dim]`."""
 
     qkv: Linear
     o: Linear
@@ -63,8 +63,7 @@ class FusedLayer:
     down: Linear
     input_norm: Tensor
     post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: Tensor | None
     window: int | None
 
 
@@ -116,11 +115,9 @@ class FusedStack:
         rows, heads = x.shape[0], self.shape.heads
         turned = heads + self.shape.kv_heads
         qkv = layer.qkv(x).view(rows, -1, self.shape.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries = self.rms(qkv[:, :heads], layer.q_norm)
-            pairs = torch.cat((queries, self.rms(qkv[:, heads:turned], layer.k_norm)), dim=1)
-        else:
-            pairs = qkv[:, :turned]
+        pairs = qkv[:, :turned]
+        if layer.qk_norm is not None:
+            pairs = F.rms_norm(pairs, pairs.shape[-1:], None, self.shape.eps) * layer.qk_norm
         rotated = self.rotate(pairs, rotation).transpose(0, 1)
         values = qkv[:, turned:].transpose(0, 1)
         scale = self.shape.head_dim**-0.5
@@ -142,6 +139,10 @@ class FusedStack:
         if q_bias is not None and k_bias is not None and v_bias is not None:
             bias = torch.cat((self.interleaved(q_bias), self.interleaved(k_bias), v_bias))
         q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
+        qk_norm = None
+        if q_norm is not None and k_norm is not None:
+            norms = [q_norm] * self.shape.heads + [k_norm] * self.shape.kv_heads
+            qk_norm = torch.stack(norms)[:, self.interleave]
         return FusedLayer(
             qkv=factory(torch.cat((self.interleaved(q), self.interleaved(k), v)), bias),
             o=factory(*projection("o")),
@@ -149,8 +150,7 @@ class FusedStack:
             down=factory(need("mlp.down_proj.weight")),
             input_norm=need("input_layernorm.weight"),
             post_norm=need("post_attention_layernorm.weight"),
-            q_norm=None if q_norm is None else q_norm[self.interleave],
-            k_norm=None if k_norm is None else k_norm[self.interleave],
+            qk_norm=qk_norm,
             window=self.shape.windows[index],
         )
 

@@ -116,10 +116,10 @@ def decode_round(models: Models, batch: Seq[Sequence], speculation: Seq[Speculat
     sizes = [min(size, budget + 1) for size, budget in zip(tree.sizes.tolist(), budgets, strict=True)]
     clock.lap("tree")
 
-    logits, features = verify_tree(models, batch, tree, sizes)
+    hidden, features = verify_tree(models, batch, tree, sizes)
+    choices, logits = _choose_batch(models, batch, tree, sizes, hidden, noise)
     clock.lap("verify")
 
-    choices = _choose_batch(batch, tree, sizes, logits, noise)
     paths = accept_path(tree, choices, sizes)
     clock.lap("accept")
 
@@ -181,11 +181,12 @@ def drafter_logits(models: Models, batch: Seq[Sequence]) -> Tensor:
 
 def verify_tree(
     models: Models, batch: Seq[Sequence], tree: DraftTree, sizes: Seq[int]
-) -> tuple[list[Tensor], list[Tensor | None]]:
+) -> tuple[Tensor, list[Tensor | None]]:
     """One target forward over the first `sizes[i]` nodes of every sequence.
 
-    Returns per sequence logits `[nodes, vocab]` (float32) and target features `[nodes, taps * hidden]` (None where
-    nothing is ever drafted). Keys and values of node i are left at scratch position `committed_len + i`.
+    Returns final hidden states of all nodes `[sum of sizes, hidden]` and per sequence the target features
+    `[nodes, taps * hidden]` (None where nothing is ever drafted). Keys and values of node i are left at scratch
+    position `committed_len + i`.
     """
     segments = tuple(
         Segment(
@@ -200,9 +201,8 @@ def verify_tree(
     token_ids = torch.cat([tree.token_ids[i, :size] for i, size in enumerate(sizes)])
     positions = torch.cat([segment.positions for segment in segments])
     output = models.target.forward(token_ids, positions, Step.of(models.cache.target, segments))
-    logits = models.target.logits(output.hidden).split(list(sizes))
     features = output.features
-    return list(logits), [None] * len(batch) if features is None else list(features.split(list(sizes)))
+    return output.hidden, [None] * len(batch) if features is None else list(features.split(list(sizes)))
 
 
 def commit_path(models: Models, sequence: Sequence, path: list[int], features: Tensor | None) -> None:
@@ -248,9 +248,12 @@ def hand_over(models: Models, sequence: Sequence) -> None:
 
 @torch.inference_mode()
 def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken, str | None] | None:
-    """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason."""
+    """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason.
+
+    One that has output already, from another engine, gets keys and values for it and no token.
+    """
     start = sequence.committed_len
-    end = min(sequence.prompt_len, start + chunk)
+    end = min(sequence.prefill_len, start + chunk)
     device = models.target.device
     positions = torch.arange(start, end, device=device)
     segment = Segment(sequence.extent.start, start, end - start, causal_mask(end - start, device), positions)
@@ -260,9 +263,12 @@ def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken
     if output.features is not None and sequence.keeps_features:
         sequence.pending.append(output.features)
         extend_drafter(models, [sequence])
-    if end < sequence.prompt_len:
+    if end < sequence.prefill_len:
         return None
     sequence.start_counts(models.target.vocab_size, device)
+    if sequence.num_outputs:
+        sequence.check()
+        return None
     logits = models.target.logits(output.hidden[-1:])
     noise = None
     if not sequence.sampling.greedy:
@@ -350,14 +356,23 @@ def _root_ids(batch: Seq[Sequence], device: torch.device) -> Tensor:
 
 
 def _choose_batch(
-    batch: Seq[Sequence], tree: DraftTree, sizes: Seq[int], logits: Seq[Tensor], noise: Seq[Tensor | None]
-) -> Tensor:
-    """The target's choice after each node: token ids `[batch, nodes]`, 0 beyond a sequence's size."""
-    if all(sequence.sampling.is_plain_argmax for sequence in batch):
-        chosen = list(torch.cat(list(logits)).argmax(-1).split(list(sizes)))
-    else:
-        chosen = [choose_after(sequence, tree, i, logits[i], noise[i]) for i, sequence in enumerate(batch)]
-    return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+    models: Models,
+    batch: Seq[Sequence],
+    tree: DraftTree,
+    sizes: Seq[int],
+    hidden: Tensor,
+    noise: Seq[Tensor | None],
+) -> tuple[Tensor, Seq[Tensor | None]]:
+    """The target's choice after each node: token ids `[batch, nodes]`, 0 beyond a sequence's size.
+
+    Also each sequence's logits `[nodes, vocab]` (float32), None where nothing but the likeliest token is asked for.
+    """
+    if all(sequence.sampling.is_plain_argmax and sequence.logprobs is None for sequence in batch):
+        chosen = list(models.target.likeliest(hidden).split(list(sizes)))
+        return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True), [None] * len(batch)
+    logits = models.target.logits(hidden).split(list(sizes))
+    chosen = [choose_after(sequence, tree, i, logits[i], noise[i]) for i, sequence in enumerate(batch)]
+    return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True), logits
 
 
 def choose_after(
@@ -376,7 +391,7 @@ def choose_after(
 
 
 def _emit(
-    sequence: Sequence, choices: Tensor, path: list[int], logits: Tensor
+    sequence: Sequence, choices: Tensor, path: list[int], logits: Tensor | None
 ) -> tuple[list[OutputToken], list[int], str | None]:
     """Tokens of an accepted path, cut at the first stop token or at the cap, with the part of the path they need."""
     ids = choices[path].tolist()
@@ -388,7 +403,7 @@ def _emit(
     if finish is None and len(ids) >= sequence.remaining:
         ids, finish = ids[: sequence.remaining], "length"
     logprobs: list[tuple[float, tuple[tuple[int, float], ...]] | None] = [None] * len(ids)
-    if sequence.logprobs is not None:
+    if sequence.logprobs is not None and logits is not None:
         table = token_logprobs(logits[path[: len(ids)]], ids, sequence.logprobs)
         logprobs = [(value, tuple(top)) for value, top in table]
     tokens = [OutputToken(token_id, i + 1 < len(path), logprobs[i]) for i, token_id in enumerate(ids)]

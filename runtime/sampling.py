@@ -18,6 +18,8 @@ GREEDY_BELOW = 1e-4
 
 SMALL_SORT = 2048
 """Up to so many scores, sorting integer keys costs less than asking for ties."""
+BLOCK = 32
+"""Neighbouring scores that are looked at together by their largest."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,43 @@ class RowContext:
 def ordered_top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest along the last dimension, best first, ties to the lowest index; which of -inf come is left open.
 
-    `torch.topk` promises no order among equal values. On a CPU its result is taken wide enough to hold all that tie at
-    the boundary and then put in order; where too many tie, and on a GPU (where asking would wait for the device),
+    `torch.topk` promises no order among equal values. On a CPU candidates are taken wide enough to hold all that tie
+    at the boundary and then put in order; where too many tie, and on a GPU (where asking would wait for the device),
     distinct integer keys of value and index decide. Returns values and indices `[..., k]`.
     """
     if scores.device.type == "cpu" and k < scores.shape[-1] and scores.shape[-1] > SMALL_SORT:
-        values, indices = scores.topk(k, dim=-1)
-        least = values[..., -1:]
-        tied = (scores >= least).sum(-1).masked_fill(least.squeeze(-1) == -torch.inf, k)
-        width = int(tied.max())
-        if width <= 4 * k:
-            values, indices = scores.topk(width, dim=-1) if width > k else (values, indices)
-            order = _order_keys(values, indices).argsort(dim=-1, descending=True)[..., :k]
-            return values.gather(-1, order), indices.gather(-1, order)
+        candidates = _top_candidates(scores, k)
+        if candidates is not None:
+            values = scores.gather(-1, candidates)
+            order = _order_keys(values, candidates).topk(k, dim=-1).indices
+            return values.gather(-1, order), candidates.gather(-1, order)
     indices = torch.arange(scores.shape[-1], device=scores.device)
     picked = _order_keys(scores, indices).topk(k, dim=-1).indices
     return scores.gather(-1, picked), picked
+
+
+def _top_candidates(scores: Tensor, k: int) -> Tensor | None:
+    """Indices `[..., n]` that hold the `k` largest and all that tie with the last of them; None where too many tie.
+
+    The `k` largest lie in the `k` blocks whose own largest score is largest, so only those maxima are sorted.
+    """
+    if scores.shape[-1] % BLOCK or scores.shape[-1] <= k * BLOCK:
+        return _widened_top(scores, k)
+    blocks = _widened_top(scores.unflatten(-1, (-1, BLOCK)).amax(-1), k)
+    if blocks is None:
+        return None
+    return (blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(-2)
+
+
+def _widened_top(scores: Tensor, k: int) -> Tensor | None:
+    """Indices of the `k` largest and of all that tie with the last of them; None where too many tie."""
+    values, indices = scores.topk(k, dim=-1)
+    least = values[..., -1:]
+    tied = (scores >= least).sum(-1).masked_fill(least.squeeze(-1) == -torch.inf, k)
+    width = int(tied.max())
+    if width <= k:
+        return indices
+    return scores.topk(width, dim=-1).indices if width <= 4 * k else None
 
 
 def _order_keys(values: Tensor, indices: Tensor) -> Tensor:

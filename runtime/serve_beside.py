@@ -15,6 +15,7 @@ from runtime.http_security import Keys, load_keys
 from runtime.http_settings import DEFAULT_PORT, ServerSettings
 from runtime.instance import register, runtime_folder
 from runtime.interface import ConfigRejected
+from runtime.last_good import last_good_file
 from runtime.listener import Listener, take_address, url_of
 from runtime.local import LocalRuntime
 from runtime.logs import LOGGER
@@ -56,18 +57,20 @@ class ServiceBeside:
         settings: ServerSettings,
         address: socket.socket,
         on_hangup: Literal["detach", "stop"],
+        fall_back: bool = True,
     ) -> None:
         self.on_hangup = on_hangup
+        self._last_good = last_good_file() if fall_back else None
         self.url = url_of(settings.host, address.getsockname()[1])
         self._keys, self._settings, self._address = keys, settings, address
         self._served: tuple[LocalRuntime, Listener, Path] | None = None
 
     @classmethod
-    def at(cls, listen: str, on_hangup: Literal["detach", "stop"]) -> ServiceBeside:
+    def at(cls, listen: str, on_hangup: Literal["detach", "stop"], fall_back: bool = True) -> ServiceBeside:
         """Takes the address `listen`, HOST:PORT; raises ConfigRejected, or as `take_address` does."""
         settings = ServerSettings(*_address(listen))
         keys = load_keys(os.environ, runtime_folder())
-        return cls(keys, settings, take_address(keys, settings), on_hangup)
+        return cls(keys, settings, take_address(keys, settings), on_hangup, fall_back)
 
     def start(self, runtime: LocalRuntime) -> None:
         """Returns once requests for `runtime` are answered."""
@@ -91,7 +94,7 @@ class ServiceBeside:
         if stop:
             orders.stop()
         try:
-            await attend(runtime, orders, Notifier.from_environment(), None)
+            await attend(runtime, orders, Notifier.from_environment(), self._last_good)
         finally:
             await asyncio.to_thread(listener.stop)
             await close(runtime)

@@ -7,8 +7,9 @@ registered, so transformers builds no mask of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,24 @@ from torch import Tensor, nn
 
 from runtime.attention import Step, attend_slots
 from runtime.fused import FusedDecoder, fusable
+from runtime.greedy_head import GreedyHead
 from runtime.kv_cache import Geometry
-from runtime.linear import Linear, LinearFactory, PlainLinear, replace_linears
+from runtime.linear import Linear, LinearFactory, PlainLinear, RoundedLinear, replace_linears
 from runtime.models import Checkpoint, CheckpointError
 
 ATTENTION_NAME = "ddtree_slots"
+
+
+class Decoder(Protocol):
+    """The layers of a target; embedding and head are beside them."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+
+    @property
+    def head(self) -> Linear: ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -75,11 +89,16 @@ class TargetModel:
         model = _skeleton(architecture, self.config)
         _check_names(model, state, checkpoint, self.config)
         self._draft_head: Linear | None = None
+        self._greedy_head: GreedyHead | None = None
         if draft_linear not in (None, linear):
             assert draft_linear is not None
-            self._draft_head = draft_linear(state.get("lm_head.weight", state["model.embed_tokens.weight"]))
+            embedding = state["model.embed_tokens.weight"]
+            self._draft_head = draft_linear(state.get("lm_head.weight", embedding))
+            if isinstance(self._draft_head, RoundedLinear) and "lm_head.weight" not in state:
+                # A tied head's plain weight stays in memory as the embedding; another one would cost a copy.
+                self._greedy_head = GreedyHead(embedding, self._draft_head)
         rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
-        self._decoder: FusedDecoder | TransformersDecoder
+        self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
             self._decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
@@ -105,6 +124,12 @@ class TargetModel:
             self.dtype,
         )
 
+    def close(self) -> None:
+        """Nothing of this model lives elsewhere."""
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """`on_lost` is called, from any thread, when what holds the layers is gone; here that is this process."""
+
     def limit_vocabulary(self, size: int) -> None:
         """Keeps ids at or above the tokenizer's `size` (padding of the head) out of all logits."""
         self.vocab_size = min(self.vocab_size, size)
@@ -116,6 +141,14 @@ class TargetModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocab_size]` in float32, ids beyond the tokenizer left out."""
         return self._decoder.head(hidden)[..., : self.vocab_size].float()
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """Argmax of `logits`, token ids `[rows]`, of `hidden [rows, hidden_size]`."""
+        if self._greedy_head is not None:
+            chosen = self._greedy_head.likeliest(hidden, self.vocab_size)
+            if chosen is not None:
+                return chosen
+        return self.logits(hidden).argmax(-1)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits as `logits`, of a drafter's hidden states; may be rounded more coarsely."""

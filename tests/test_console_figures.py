@@ -8,8 +8,9 @@ from textual.app import App, ComposeResult
 from console import formats
 from console.charts import TimeChart
 from console.conversation import History
-from console.figures import Figures, RoundWindow, plain_baseline, verdict
+from console.figures import Figures, RoundWindow
 from console.keys import next_budget, next_mode
+from console.verdict import measured, verdict
 from runtime.interface import Baseline, RoundStats
 
 START = 1_000_000.0
@@ -144,8 +145,8 @@ def test_several_requests_are_not_compared_with_a_baseline_of_one():
 def test_the_latest_plain_baseline_counts():
     later = PLAIN.model_copy(update={"measured_at_s": START + 5, "tok_s": 30.0})
     chain = later.model_copy(update={"mode": "chain"})
-    assert plain_baseline([later, PLAIN, chain]) == later
-    assert plain_baseline([chain]) is None
+    assert measured([later, PLAIN, chain], "off") == later
+    assert measured([chain], "off") is None
 
 
 def test_unknown_is_never_zero():

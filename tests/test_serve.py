@@ -20,6 +20,7 @@ from test_runtime_contract import ask, collect, settle
 from tiny_models import tiny_config
 
 from runtime.config import RuntimeConfig, validate
+from runtime.connect import open_runtime
 from runtime.interface import (
     ConfigRejected,
     EngineState,
@@ -29,7 +30,7 @@ from runtime.interface import (
     RuntimeUnavailable,
     TokensEmitted,
 )
-from runtime.last_good import keep, recall
+from runtime.last_good import keep, last_good_file, recall
 from runtime.listener import Listener
 from runtime.local import LocalRuntime
 from runtime.sd_notify import Notifier
@@ -212,6 +213,21 @@ async def test_a_last_good_configuration_that_fails_too_is_not_tried_again(tmp_p
     runtime = LocalRuntime(tiny_config(tmp_path / "nothing-here"))
     with pytest.raises(ConfigRejected, match="gone-too"):
         await come_up(runtime, tmp_path / "last-good.toml")
+    await runtime.aclose()
+
+
+@pytest.mark.parametrize("fall_back", [True, False])
+async def test_a_console_falls_back_as_a_server_does_unless_told_not_to(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, fall_back: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    keep(tiny_config(tiny_folder / "target", tiny_folder / "drafter"), last_good_file())
+    runtime = await open_runtime(tiny_config(tmp_path / "nothing-here"), fall_back)
+    wanted = EngineState.DEGRADED if fall_back else EngineState.FAILED
+    while (status := await runtime.status()).state is not wanted:
+        assert status.state in (EngineState.LOADING, EngineState.FAILED)
+        await asyncio.sleep(0.02)
+    assert "nothing-here" in status.reason
     await runtime.aclose()
 
 

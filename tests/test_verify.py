@@ -42,11 +42,11 @@ def test_a_changed_token_is_a_divergence_with_its_place_and_margin(
 ) -> None:
     choose = runtime.round._choose_batch
 
-    def second_best(batch, tree, sizes, logits, noise):  # type: ignore[no-untyped-def]
-        chosen = choose(batch, tree, sizes, logits, noise)
+    def second_best(models, batch, tree, sizes, hidden, noise):  # type: ignore[no-untyped-def]
+        chosen, logits = choose(models, batch, tree, sizes, hidden, noise)
         if max(sizes) > 1 and batch[0].num_outputs > 5:
-            chosen[0, 0] = logits[0][0].topk(2).indices[1]
-        return chosen
+            chosen[0, 0] = models.target.logits(hidden[:1])[0].topk(2).indices[1]
+        return chosen, logits
 
     monkeypatch.setattr(runtime.round, "_choose_batch", second_best)
     report = compare(engine, plan(engine, modes=("tree",), temperatures=(0.0,)), PROMPTS[:1], (8,))
