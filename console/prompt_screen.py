@@ -256,7 +256,7 @@ class PromptScreen(ConsoleScreen):
         if turn is None or turn.ended:
             return
         turn.ended = True
-        if turn not in self.conversation.turns:
+        if number not in self._views:
             turn.error = reason
             self._compared(turn)
             return
