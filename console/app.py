@@ -94,7 +94,7 @@ class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
-    CSS_PATH = "console.tcss"
+    CSS_PATH = ["console.tcss", "prompt.tcss"]
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
