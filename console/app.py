@@ -21,6 +21,7 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from console import messages
+from console.archive import Archive
 from console.bench_orders import BenchOrders
 from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
@@ -32,27 +33,38 @@ from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
+from console.layout_chooser import LayoutChooser
+from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
 from console.log_screen import LogScreen
 from console.preferences import PreferenceFile
-from console.prompt_screen import PromptInput, PromptScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
+from console.proposals import propose
 from console.request_list import RequestTable
+from console.snapshots_dialogs import SaveDialog
+from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
+from console.tree_feed import TreesArrived
+from console.tree_screen import TreeScreen
 from console.verdict import alarm
 from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
     ("1", LiveScreen),
+    ("2", TreeScreen),
     ("3", PromptScreen),
     ("4", ControlsScreen),
+    ("5", SnapshotsScreen),
+    ("6", LayoutsScreen),
     ("7", BenchScreen),
     ("8", LogScreen),
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
 TREE_SCREEN = "Tree"
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
@@ -88,6 +100,10 @@ class ConsoleApp(BenchOrders, App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding(
+            "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
+        ),
+        Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
@@ -134,6 +150,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
         self.begin_taste(preferences, no_color())
         self.bench.load = self.remembered_load()
+        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -141,6 +158,18 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def prompt(self) -> PromptScreen:
         screen = self._screens[PromptScreen.NAME]
         assert isinstance(screen, PromptScreen)
+        return screen
+
+    @property
+    def snapshots(self) -> SnapshotsScreen:
+        screen = self._screens[SnapshotsScreen.NAME]
+        assert isinstance(screen, SnapshotsScreen)
+        return screen
+
+    @property
+    def tree(self) -> TreeScreen:
+        screen = self._screens[TreeScreen.NAME]
+        assert isinstance(screen, TreeScreen)
         return screen
 
     async def on_mount(self) -> None:
@@ -155,6 +184,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
+        self.run_worker(self.bridge.trees(self.tree.wanted), name="trees", group="trees", exit_on_error=False)
 
     # The view
 
@@ -266,6 +296,22 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
 
+    def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
+        self._notice(event.text, event.bad)
+
+    def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
+        self._show(not_pushed=event.not_pushed)
+
+    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
+        self._notice(event.words)
+        self.snapshots.saved()
+
+    def on_trees_arrived(self, event: TreesArrived) -> None:
+        self.tree.arrived(event)
+
+    def on_told(self, event: messages.Told) -> None:
+        self._notice(event.text, event.bad)
+
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
 
@@ -278,7 +324,10 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_answer_failed(self, event: messages.AnswerFailed) -> None:
         self.prompt.fail(event.turn, event.reason)
 
-    def on_prompt_screen_asked(self, event: PromptScreen.Asked) -> None:
+    def on_answers_unwanted(self) -> None:
+        self.workers.cancel_group(self, "answer")
+
+    def on_answer_wanted(self, event: messages.AnswerWanted) -> None:
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
@@ -305,6 +354,12 @@ class ConsoleApp(BenchOrders, App[Ending]):
             self._notice(f"{name} is cancelled" if ended else f"{name} had ended already")
 
         self.run_worker(cancel(), name="cancel", exit_on_error=False)
+
+    def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
+        self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
+
+    def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
+        self._notice(event.text, bad=True)
 
     # Keys
 
@@ -361,6 +416,17 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_layout(self) -> None:
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
+                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
+
+        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
+
+    def action_save_snapshot(self) -> None:
+        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)

@@ -16,6 +16,7 @@ from textual.message import Message
 from console import messages
 from console.formats import clean_line, clock
 from console.orders import Orders
+from console.tree_feed import TreeFeed, Wanted
 from runtime.interface import (
     AppliedChange,
     ChangePlan,
@@ -47,6 +48,7 @@ RETRY_S = 2.0
 TOKENS_S = 0.1
 ROUNDS_S = 0.1
 LOG_S = 0.2
+TREES_S = 0.25
 ANSWER_S = 5.0
 """A status that takes longer counts as no answer."""
 
@@ -98,13 +100,18 @@ class Bridge:
         """Set: a finished load or rebuild may have changed the description."""
         self._done: list[tuple[FieldChange, ...]] = []
         """Applied changes, the last one last; what undo reverts."""
-        self.orders = Orders(lambda: self._runtime, post, describe_error, author)
         self._ended = True
         """Requests ended since they were last listed."""
+        self.orders = Orders(lambda: self._runtime, post, describe_error, author)
         self._seen: Status | None = None
         """What the operator has before their eyes."""
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
         self._lines: Batch[LogLine] = Batch(LOG_S, lambda lines: post(messages.LinesArrived(lines)))
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime once it is open."""
+        return self._runtime
 
     async def run(self) -> None:
         """Opens the runtime and watches it until cancelled."""
@@ -223,6 +230,15 @@ class Bridge:
             if close is not None:
                 await close()
 
+    async def trees(self, wanted: Callable[[], Wanted | None]) -> None:
+        """Posts new rounds of the request that `wanted` names, while it names one, until cancelled."""
+        feed = TreeFeed(self._post)
+        while True:
+            what = wanted()
+            if self._runtime is not None and what is not None:
+                await feed.look(self._runtime, what)
+            await asyncio.sleep(TREES_S)
+
     async def cancel(self, request_id: str) -> bool:
         """Asks for the end of one request; False if it had ended already."""
         if self._runtime is None:
@@ -237,6 +253,18 @@ class Bridge:
         """Applies a live change computed from what the operator sees; refused if that is not in force any more."""
         async with self._changing:
             await self._change(step, undo=False)
+
+    async def preview(self, change: Mapping[str, Any]) -> ChangePlan | str:
+        """What `change` would do, or in words why it cannot be done."""
+        if self._runtime is None:
+            return "the runtime has not started yet"
+        try:
+            plan = await self._runtime.preview(dict(change))
+        except Exception as error:
+            return describe_error(error)
+        if not plan.allowed:
+            return refused(plan)
+        return plan if plan.changes else f"no change: {plan.summary}"
 
     async def apply(self, change: Mapping[str, Any], plan: ChangePlan) -> None:
         """Applies a collected change as it was planned; refused if the configuration changed since."""
@@ -323,7 +351,7 @@ class _Answer:
             case RequestAdmitted():
                 self._post(
                     messages.AnswerAdmitted(
-                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens
+                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens, event.seed
                     )
                 )
             case TokensEmitted():

@@ -20,10 +20,28 @@ from runtime import commands
 from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Given, config_options, tell
 
 ELSEWHERE = {
+    "layouts": ("runtime.layout_commands", "layouts_app", "Parallelism layouts: presets, fit, evidence."),
     "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
     "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
+    "bench": (
+        "runtime.bench_commands",
+        "bench",
+        "Compare modes and budgets, or measure a server under load.",
+    ),
+    "doctor": ("runtime.doctor_commands", "doctor", "Check driver, CUDA, packages and host."),
+    "tune": (
+        "runtime.tune_commands",
+        "tune",
+        "Find the fastest mode and tree budget for this host and load.",
+    ),
+    "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
+    "snapshot": (
+        "snapshots.commands",
+        "snapshot_app",
+        "Commit working configurations, compare them, go back to one.",
+    ),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""
@@ -176,7 +194,6 @@ def _check_together(given: Given, attach: str | None, listen: str | None, on_han
 
 
 app.command()(commands.generate)
-app.command()(commands.bench)
 app.command()(commands.verify)
 app.add_typer(commands.config_app, name="config")
 
@@ -184,6 +201,7 @@ app.add_typer(commands.config_app, name="config")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     try:
+        _finish_restore()
         code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
@@ -193,6 +211,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_set("DDTREE_DEBUG"):
             traceback.print_exc()
         return _report(error)
+
+
+def _finish_restore() -> None:
+    """Brings installed files that an interrupted restore left half-way into one state, before anything loads them."""
+    state = os.environ.get("XDG_STATE_HOME", "").strip() or os.path.expanduser("~/.local/state")
+    if not os.path.isdir(os.path.join(state, "ddtree", "restore")):
+        return  # nothing was ever restored here, and nothing needs to be loaded to know it
+    from snapshots.journal import Journal
+
+    done = Journal().recover()
+    if done is not None:
+        tell(done)
 
 
 def _report(error: Exception) -> int:

@@ -62,6 +62,8 @@ class View:
     place: Place = Place()
     jobs: tuple[Job, ...] = ()
     """Those that run and those that ended lately, the latest first."""
+    not_pushed: int | None = None
+    """Snapshots that the store's remote has not; None without a remote, or not read yet."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -89,7 +91,12 @@ class View:
 
     @property
     def where(self) -> str:
-        """Host and role of the server, for the header; empty for a runtime of this screen alone."""
+        """Host and role of the server, and snapshots not pushed, for the header; empty if there is nothing to say."""
+        pushed = f"not pushed: {self.not_pushed}" if self.not_pushed else ""
+        return "  ".join(part for part in (pushed, self._role) if part)
+
+    @property
+    def _role(self) -> str:
         if self.place.attached_to is not None:
             url = urlsplit(self.place.attached_to).netloc
             return f"attached to {clean_line(self.description.host, 30) if self.description else url}"
@@ -161,8 +168,8 @@ class StatusBar(Horizontal):
 
 
 def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
-    """The screens by number; by name too where two thirds of the width are enough for that."""
-    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width * 2 // 3
+    """The screens by number; by name too where that leaves room for the engine's reason."""
+    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width - 34
     text = Text()
     for key, name in tabs:
         mine = name == here

@@ -7,6 +7,7 @@ from textual.message import Message
 from runtime.interface import (
     ChangePlan,
     Description,
+    GenerateRequest,
     HostSample,
     Job,
     LogLine,
@@ -103,10 +104,14 @@ class AnswerTokens(Message):
 
 
 class AnswerAdmitted(Message):
-    def __init__(self, turn: int, request_id: str, prompt_tokens: int, cached_tokens: int) -> None:
+    def __init__(
+        self, turn: int, request_id: str, prompt_tokens: int, cached_tokens: int, seed: int | None = None
+    ) -> None:
+        """`seed`: the one in use, also where the request named none."""
         super().__init__()
         self.turn = turn
         self.request_id = request_id
+        self.seed = seed
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
 
@@ -171,3 +176,25 @@ class JobNotStarted(Message):
         self.kind = kind
         self.reason = reason
         self.field = field
+
+
+class Told(Message):
+    """A screen has one line for the operator."""
+
+    def __init__(self, text: str, bad: bool = False) -> None:
+        super().__init__()
+        self.text = text
+        self.bad = bad
+
+
+class AnswerWanted(Message):
+    """A turn is to be answered."""
+
+    def __init__(self, turn: int, request: GenerateRequest) -> None:
+        super().__init__()
+        self.turn = turn
+        self.request = request
+
+
+class AnswersUnwanted(Message):
+    """Whatever is being answered for this console is to end."""

@@ -116,6 +116,7 @@ class BenchReport:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
+            "kind": "comparison",
             "conditions": self.conditions,
             "results": [result.to_json() for result in self.results],
             "notes": list(self.notes),

@@ -20,7 +20,7 @@ _attendants: set[asyncio.Task[None]] = set()
 
 
 async def open_runtime(
-    config: RuntimeConfig, fall_back: bool = True, origins: Mapping[str, str] | None = None
+    config: RuntimeConfig, fall_back: bool = False, origins: Mapping[str, str] | None = None
 ) -> Runtime:
     """An in-process runtime for `config`; returns at once and loads afterwards.
 

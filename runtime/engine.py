@@ -7,7 +7,7 @@ the thread that calls it.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -25,17 +25,14 @@ from runtime.interface import (
     RoundStats,
     RuntimeBusy,
     TokensEmitted,
-    TreeNode,
     TreeTrace,
 )
 from runtime.loader import Loaded
 from runtime.output import TextStream
-from runtime.round import Models, RoundResult, SequenceRound, decode_round, hand_over, prefill
+from runtime.round import Models, RoundResult, decode_round, hand_over, prefill
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
-
-TRACES_KEPT = 64
-"""Rounds whose trees are kept for a request."""
+from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
 
 Sink = Callable[[GenerateEvent], None]
 
@@ -46,7 +43,7 @@ class Running:
 
     ticket: Ticket
     sink: Sink
-    traces: deque[tuple[int, int, SequenceRound, int]]
+    traces: RequestTraces = field(default_factory=RequestTraces)
     accepts: Counter[int] = field(default_factory=Counter)
     """Decode rounds by accept length."""
     continued: str | None = None
@@ -66,6 +63,7 @@ class Engine:
         self.starts = True
         """False: what waits is not started."""
         self._requests: dict[str, Running] = {}
+        self._ended = EndedTraces()
         self._serial = 0
         self.prefilled_tokens, self.prefill_s = 0, 0.0
         """Prompt tokens computed so far, and the seconds that took."""
@@ -128,7 +126,7 @@ class Engine:
             raise RequestRejected(f"request_id: {request_id} is in use by a running request", "request_id")
         stream = TextStream(self.loaded.tokenizer, request.sampling.stop, admitted.stop_token_ids)
         ticket = Ticket(request_id, request, admitted, stream)
-        self._requests[request_id] = Running(ticket, sink, deque(maxlen=TRACES_KEPT))
+        self._requests[request_id] = Running(ticket, sink)
         self.scheduler.enqueue(ticket)
         return request_id
 
@@ -170,8 +168,10 @@ class Engine:
         for running, outcome, how, position in zip(
             batch, result.sequences, speculation, positions, strict=True
         ):
-            running.traces.append((self.rounds, position, outcome, how.tree_budget))
-            emitted.append(self._deliver(running, outcome.tokens, outcome.finish))
+            count = self._deliver(running, outcome.tokens, outcome.finish)
+            emitted.append(count)
+            ended = running.ticket.request_id not in self._requests
+            running.traces.add(TracedRound(self.rounds, position, outcome, how, count, ended))
         return self._round_stats(result, emitted)
 
     def catch_up(self, tick: Callable[[], object]) -> None:
@@ -201,10 +201,19 @@ class Engine:
         """Figures of all waiting and running requests."""
         return tuple(self.stats(running) for running in self._requests.values())
 
-    def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        """Draft trees of the last rounds of a running request, oldest first."""
+    def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of the last rounds, with an index above `after`, of a request that runs or ended lately."""
+        return tree_traces(self.traced(request_id, after), self.token_name)
+
+    def traced(self, request_id: str, after: int = 0) -> tuple[TracedRound, ...]:
+        """What `trace` is made of; cheap, and shaped elsewhere than in the engine's thread."""
         running = self._requests.get(request_id)
-        return () if running is None else tuple(self._tree(*trace) for trace in running.traces)
+        traces = self._ended.get(request_id) if running is None else running.traces
+        return () if traces is None else traces.since(after)
+
+    def token_name(self, token_id: int) -> str:
+        """The text of one token, special tokens by name."""
+        return self.loaded.tokenizer.decode([token_id], skip_special=False)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot leaked: free + used + kept = all."""
@@ -289,6 +298,7 @@ class Engine:
 
     def _close(self, running: Running, reason: FinishReason, error: str | None) -> None:
         del self._requests[running.ticket.request_id]
+        self._ended.keep(running.ticket.request_id, running.traces)
         end(running, self.stats(running, reason), error)
 
     def stats(self, running: Running, reason: FinishReason | None = None) -> RequestStats:
@@ -324,6 +334,7 @@ class Engine:
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if decode_s else None,
+            finished_at_s=time.time() if reason else None,
             plain_reason=how.reason,
             continued=running.continued,
         )
@@ -347,29 +358,6 @@ class Engine:
             slots_total=self.models.cache.slots,
             prefill_tokens=self.prefilled_tokens - tokens,
             prefill_s=self.prefill_s - seconds,
-        )
-
-    def _tree(self, index: int, position: int, outcome: SequenceRound, budget: int) -> TreeTrace:
-        name = self.loaded.tokenizer.decode
-        path = set(outcome.path)
-        bonus = outcome.tokens[-1].token_id
-        return TreeTrace(
-            round_index=index,
-            position=position,
-            nodes=tuple(
-                TreeNode(
-                    token_id=token_id,
-                    text=name([token_id], skip_special=False),
-                    parent=parent,
-                    depth=depth,
-                    log_prob=log_prob,
-                    accepted=i in path,
-                )
-                for i, (token_id, parent, depth, log_prob) in enumerate(outcome.nodes)
-            ),
-            bonus_token_id=bonus,
-            bonus_text=name([bonus], skip_special=False),
-            tree_budget=budget,
         )
 
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,9 +69,15 @@ RETRY_AFTER_S = {EngineState.LOADING: 5.0, EngineState.REBUILDING: 5.0, EngineSt
 class EngineThread:
     """An engine in a thread of its own: it loads, obeys commands between rounds, decodes, and is rebuilt."""
 
-    def __init__(self, config: RuntimeConfig, degraded: str | None = None) -> None:
-        """`degraded`: why `config` is not the configuration that was asked for, if it is not."""
+    def __init__(
+        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+    ) -> None:
+        """`degraded`: why `config` is not the configuration that was asked for, if it is not.
+
+        `origins`: field to where its value came from, as far as that is known.
+        """
         self._config = config
+        self._origins = dict(origins or {})
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._watchers: list[Watcher] = []
         self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
@@ -130,6 +136,7 @@ class EngineThread:
         """After a failed load: loads `config` instead, and serves it as degraded with `reason`."""
         self._thread.join()
         self._config, self._degraded = config, reason
+        self._origins = dict.fromkeys(type(config).model_fields, "last good configuration")
         self._settled.clear()
         self._set_progress(0.0, "starting with another configuration")
         self._thread = self._engine_thread()
@@ -300,6 +307,7 @@ class EngineThread:
         set_level(self._config.log_level)
         self._revision += 1
         self._history = recorded(self._history, plan, self._revision, order.author)
+        self._origins |= {each.field: f"changed by {order.author}" for each in plan.changes}
         self._set_state(self._state, self._reason)
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary, **figures)
 

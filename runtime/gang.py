@@ -4,8 +4,8 @@ The parent decides everything and owns all requests; ranks only run forward pass
 stopped, that raises or that aborts in a collective costs keys and values, which are computed anew, and no request.
 One answer to every fault: all ranks are killed, and `EngineLost` names the first cause.
 
-Ranks are forked from a server process that has imported torch and transformers once. Under Textual, whose stderr has
-no descriptor, `prepare` must have run before the application starts.
+Ranks are forked from a server process that has imported torch and transformers once. It cannot be started where stderr
+has no descriptor, as under Textual, unless the resource tracker of `multiprocessing` runs already.
 """
 
 from __future__ import annotations
@@ -41,13 +41,6 @@ IDLE_S = 0.4
 """An idle gang is asked so often whether it lives."""
 PRELOADED = ["runtime.gang_rank"]
 CLOSE_S = 5.0
-
-
-def prepare() -> None:
-    """Starts what child processes need, while stderr still has a descriptor; cheap, and idempotent."""
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()
 
 
 def _context() -> Any:

@@ -69,7 +69,7 @@ class GangTarget(TargetModel):
         }
         embedding = state[own[0]]
         head = state.get(own[1], embedding)
-        self._draft_head = draft_linear(head) if draft_linear not in (None, linear) else None
+        self._add_heads(state, linear, draft_linear)
         folder = new_folder()
         specs = [
             RankSpec(

@@ -144,8 +144,8 @@ class HttpRuntime:
     async def requests(self) -> tuple[RequestStats, ...]:
         return _checked(_REQUESTS, (await self._call("GET", "/runtime/requests"))["requests"])
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        answer = await self._call("GET", f"/runtime/trace/{quote(request_id, safe='')}")
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        answer = await self._call("GET", f"/runtime/trace/{quote(request_id, safe='')}?after={after}")
         return _checked(_ROUNDS, answer["rounds"])
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:

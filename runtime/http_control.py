@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Depends, Header, Query
 from pydantic import AfterValidator, Field
 
 from runtime.http_connection import EventStream, StrictRoute
@@ -144,8 +144,11 @@ def _add_reading(router: APIRouter, runtime: Runtime, hub: EventHub) -> None:
         return Requests(requests=await runtime.requests())
 
     @router.get("/trace/{request_id}", summary="Draft trees of a request's last rounds")
-    async def trace(request_id: str) -> Rounds:
-        return Rounds(rounds=await runtime.trace(request_id))
+    async def trace(
+        request_id: str,
+        after: Annotated[int, Query(ge=0, description="Only rounds with an index above it.")] = 0,
+    ) -> Rounds:
+        return Rounds(rounds=await runtime.trace(request_id, after))
 
     @router.get(
         "/events",

@@ -362,7 +362,12 @@ class Runtime(Protocol):
 
     async def requests(self) -> tuple[RequestStats, ...]: ...
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]: ...
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of a request's last rounds with an index above `after`, oldest first.
+
+        Empty where none are kept: it is unknown, has not decoded a round yet, or ended long ago.
+        """
+        ...
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan: ...
 

@@ -46,6 +46,7 @@ from runtime.rebuild import (
     outage,
     refusals,
 )
+from runtime.traces import tree_traces
 from runtime.watching import Watcher
 
 if TYPE_CHECKING:
@@ -62,22 +63,10 @@ class LocalRuntime(EngineThread):
     def __init__(
         self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
     ) -> None:
-        """`degraded`: why `config` is not the configuration that was asked for, if it is not.
-
-        `origins`: field to where its value came from, as far as that is known.
-        """
-        self._origins = dict(origins or {})
+        """As `EngineThread`."""
+        super().__init__(config, degraded, origins)
         self._last_good = LastGood()
         self.job_board = Jobs(self, ENGINE_JOBS, self._publish, self._call)
-        super().__init__(config, degraded)
-
-    def fall_back(self, config: RuntimeConfig, reason: str) -> None:
-        self._origins = dict.fromkeys(type(config).model_fields, "last good configuration")
-        super().fall_back(config, reason)
-
-    def _install(self, order: Order, **figures: Any) -> ChangeReport:
-        self._origins |= {each.field: f"changed by {order.author}" for each in order.plan.changes}
-        return super()._install(order, **figures)
 
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)
@@ -187,8 +176,9 @@ class LocalRuntime(EngineThread):
         running = await self._call(lambda engine: engine.requests()) if self._state in UP else ()
         return running + tuple(reversed(self._finished))
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        return await self._call(lambda engine: engine.trace(request_id))
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        name, rounds = await self._call(lambda engine: (engine.token_name, engine.traced(request_id, after)))
+        return await asyncio.to_thread(tree_traces, rounds, name)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
         status, config = await self.status(), self._config

@@ -55,6 +55,8 @@ class RequestStats(Frozen):
     """First to last token."""
     tok_s: float | None = None
     """Output tokens after the first, per second of decode_s."""
+    finished_at_s: float | None = None
+    """Unix time at which it ended; None while it waits or runs."""
     plain_reason: str | None = None
     """Why this request decodes plainly though speculation is configured; None if it does not."""
     continued: str | None = None
@@ -244,6 +246,13 @@ class TreeTrace(Frozen):
     position: int
     """Absolute position of the root."""
     nodes: tuple[TreeNode, ...]
-    bonus_token_id: int
+    bonus_token_id: int | None
+    """The target's choice at the last accepted node; None where a stop or the cap ended the text before it."""
     bonus_text: str
     tree_budget: int
+    mode: Mode = "tree"
+    """How this round drafted."""
+    reason: str | None = None
+    """Why it was decoded plainly though drafting is configured; None if it was not."""
+    finish: Literal["stop", "length"] | None = None
+    """How the text ended with this round; None where it went on."""

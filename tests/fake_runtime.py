@@ -6,8 +6,11 @@ import asyncio
 import itertools
 import re
 import time
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
+
+from fake_trees import scripted
 
 from runtime.changes import check_revision, plan_change, recorded
 from runtime.config import RuntimeConfig
@@ -25,6 +28,7 @@ from runtime.interface import (
     HostSample,
     Job,
     JobProgress,
+    Mode,
     RequestAdmitted,
     RequestFinished,
     RequestRejected,
@@ -33,6 +37,7 @@ from runtime.interface import (
     RuntimeUnavailable,
     Status,
     StatusChanged,
+    TokenLogprob,
     TokenPiece,
     TokensEmitted,
     TreeTrace,
@@ -46,6 +51,12 @@ ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
 """Tokens per decode round, bonus token included, repeated for ever."""
 SLOTS = 4096
 CONTEXT = 2048
+VOCABULARY = 49152
+
+
+def token_id(text: str) -> int:
+    """The token whose text is `text`."""
+    return zlib.crc32(text.encode("utf-8", "replace")) % VOCABULARY
 
 
 JOB_STEPS = 5
@@ -117,7 +128,13 @@ class FakeRuntime:
         self.calibration: str | None = None
         self.origins: dict[str, str] = {"model": "default", "tree_budget": "command line"}
         self.last_good: dict[str, Any] | None = None
+        self.answers: dict[str, str] = {}
+        """Another answer by mode."""
+        self.scores: dict[str, float] = {}
+        """Log-probability by token text, where asked for; others have -0.1."""
         self.seen: list[GenerateRequest] = []
+        self.traces: dict[str, list[TreeTrace]] = {}
+        """Draft trees by request."""
         self.closed = False
         self._state = EngineState.LOADING if loading else EngineState.READY
         self._reason = "loading the model" if loading else ""
@@ -127,6 +144,7 @@ class FakeRuntime:
         self._history: tuple[AppliedChange, ...] = ()
         self._finished: list[RequestStats] = []
         self._running: dict[str, asyncio.Event] = {}
+        self._clients: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._rounds = itertools.count()
         self._watchers: list[asyncio.Queue[WatchEvent]] = []
@@ -168,7 +186,7 @@ class FakeRuntime:
             max_tree_budget=self.config.max_tree_budget,
             max_seq_len=CONTEXT,
             max_concurrency=self.config.max_concurrency,
-            vocab_size=49152,
+            vocab_size=VOCABULARY,
             dtype="float32",
             device="cpu",
             threads=2,
@@ -218,8 +236,11 @@ class FakeRuntime:
             raise RequestRejected(f"prompt: it leaves no room in the context limit of {CONTEXT}", "prompt")
         self.seen.append(request)
         request_id = f"fake-{next(self._numbers)}"
+        self._clients[request_id] = request.client
         cancelled = self._running[request_id] = asyncio.Event()
-        tokens = [part for part in re.split(r"(?<= )", self.answer) if part][: request.sampling.max_tokens]
+        mode = request.mode or self.config.mode
+        answer = self.answers.get(mode, self.answer)
+        tokens = [part for part in re.split(r"(?<= )", answer) if part][: request.sampling.max_tokens]
         temperature = self.config.temperature
         sent: list[str] = []
         rounds = 0
@@ -235,31 +256,46 @@ class FakeRuntime:
                 first = not sent
                 if not first and self.break_after is not None and rounds >= self.break_after:
                     raise RuntimeError("the engine fell over")
-                accept = next(lengths) if self.config.mode != "off" else 1
+                accept = next(lengths) if (request.mode or self.config.mode) != "off" else 1
                 emitted = tokens[len(sent) : len(sent) + accept]
                 sent += emitted
                 if not first:
                     rounds += 1
-                    self.emit(self._round(len(emitted)))
+                    done = self._round(len(emitted))
+                    self.emit(done)
+                    budget = self.config.tree_budget or 0
+                    self.traces.setdefault(request_id, []).append(
+                        scripted(done.index + 1, emitted, self.config.mode, budget)
+                    )
                 yield TokensEmitted(
                     request_id=request_id,
                     pieces=tuple(
-                        TokenPiece(token_id=index, text=text, drafted=index < len(emitted) - 1)
+                        TokenPiece(
+                            token_id=token_id(text),
+                            text=text,
+                            drafted=index < len(emitted) - 1,
+                            logprob=self._logprob(text) if request.sampling.logprobs is not None else None,
+                        )
                         for index, text in enumerate(emitted)
                     ),
                 )
         finally:
             self._running.pop(request_id, None)
-        stats = self._stats(request_id, reason, temperature, len(sent), rounds)
+        stats = self._stats(request_id, reason, temperature, len(sent), rounds, request.mode)
         self._finished.insert(0, stats)
         self.emit(stats)
         yield RequestFinished(
             request_id=request_id,
             reason=reason,
             text="".join(sent),
-            token_ids=tuple(range(len(sent))),
+            token_ids=tuple(map(token_id, sent)),
             stats=stats,
         )
+
+    def _logprob(self, text: str) -> TokenLogprob:
+        scores = {text: -0.1} | self.scores
+        top = tuple((token_id(each), each, scores[each]) for each in scores)
+        return TokenLogprob(token_id=token_id(text), text=text, logprob=scores[text], top=top)
 
     def _stats(
         self,
@@ -268,13 +304,15 @@ class FakeRuntime:
         temperature: float = 0.0,
         outputs: int = 0,
         rounds: int = 0,
+        mode: Mode | None = None,
     ) -> RequestStats:
         decode_s = rounds * self.round_s
         return RequestStats(
             request_id=request_id,
+            client=self._clients[request_id],
             state="finished" if reason else "decoding",
             finish_reason=reason,
-            mode=self.config.mode,
+            mode=mode or self.config.mode,
             tree_budget=self.config.tree_budget or 0,
             temperature=temperature,
             prompt_tokens=12,
@@ -286,6 +324,7 @@ class FakeRuntime:
             ttft_s=self.round_s,
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if rounds else None,
+            finished_at_s=time.time() if reason else None,
         )
 
     def _round(self, emitted: int) -> RoundStats:
@@ -326,8 +365,9 @@ class FakeRuntime:
     async def requests(self) -> tuple[RequestStats, ...]:
         return (*(self._stats(request_id) for request_id in self._running), *self._finished)
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        return ()
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        kept = self.traces.get(request_id, [])[-64:]
+        return tuple(trace for trace in kept if trace.round_index > after)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
         running = await self.requests()

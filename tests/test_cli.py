@@ -16,7 +16,21 @@ from typing import IO
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("console", "generate", "bench", "verify", "ctl", "serve", "service", "model", "train-drafter")
+COMMANDS = (
+    "console",
+    "generate",
+    "bench",
+    "verify",
+    "ctl",
+    "layouts",
+    "serve",
+    "service",
+    "model",
+    "doctor",
+    "tune",
+    "report",
+    "train-drafter",
+)
 
 
 def ddtree(

@@ -26,7 +26,8 @@ from console.lists import List
 from console.live_screen import LiveScreen
 from console.log_book import KEEP_LINES
 from console.log_screen import LogScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))

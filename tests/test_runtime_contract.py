@@ -240,6 +240,19 @@ async def over(runtime: Runtime, job_id: str) -> bool:
     return next(job for job in await runtime.jobs() if job.id == job_id).over
 
 
+async def test_draft_trees_are_given_while_a_request_runs_and_after(runtime: Runtime) -> None:
+    request_id, during = "", ()
+    async for event in runtime.generate(ask(max_tokens=30, ignore_eos=True)):
+        request_id = event.request_id
+        if isinstance(event, TokensEmitted) and not during:
+            during = await runtime.trace(request_id)
+    kept = await runtime.trace(request_id)
+    assert during and kept[: len(during)] == during
+    assert all(trace.nodes[0].accepted and len(trace.nodes) <= 1 + trace.tree_budget for trace in kept)
+    assert await runtime.trace(request_id, kept[-2].round_index) == kept[-1:]
+    assert await runtime.trace("no such request") == ()
+
+
 async def idle(runtime: Runtime) -> bool:
     status = await runtime.status()
     return status.running == 0 and status.slots_used == 0
