@@ -169,7 +169,7 @@ async def test_while_the_engine_is_rebuilt_the_screen_says_how_far_it_is_and_wha
         await driven.press("4")
         driven.runtime.become(EngineState.REBUILDING, "loading the target")
         await driven.until(lambda: "rebuilding: loading the target" in driven.text("#plan"), "progress")
-        assert "open streams pause" in driven.text("#plan") and "queue_timeout 300 s" in driven.text("#plan")
+        assert "open streams pause" in driven.text("#plan") and "queue_timeout 30 s" in driven.text("#plan")
         driven.runtime.become(EngineState.READY)
         await driven.until(lambda: "rebuilding" not in driven.text("#plan"), "over")
 
