@@ -23,6 +23,7 @@ from console.layouts_view import (
     prediction_text,
     ranking_text,
 )
+from console.verdict import measured
 from layouts.plan import LayoutPlan
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
