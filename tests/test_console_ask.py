@@ -10,6 +10,7 @@ from console_driver import Driven, console
 from fake_runtime import ANSWER, FakeRuntime
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.screen import ModalScreen
 from textual.widgets import Input, TextArea
 
 from console.ask_dialogs import SettingsDialog, TokensDialog, TranscriptDialog
@@ -18,6 +19,7 @@ from console.compare_screen import CompareScreen
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
 from console.transcript_file import free_path
+from console.tree_screen import TreeScreen
 from runtime.config import RuntimeConfig
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
@@ -308,6 +310,19 @@ async def test_a_side_that_breaks_is_told():
 
 
 # Anywhere
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_key_of_both_screens_is_answered_at_every_size(size: tuple[int, int]):
+    async with console(size=size) as driven:
+        await ask_again(driven, "hello")
+        for number, screen in (("2", TreeScreen), ("3", PromptScreen)):
+            for binding in screen.BINDINGS:
+                for key in binding.key.split(","):
+                    await driven.press(number, key)
+                    if isinstance(driven.app.screen, ModalScreen):
+                        await driven.press("escape")
+                    await driven.until(lambda kind=screen: isinstance(driven.app.screen, kind), key)
 
 
 @pytest.mark.case("C5")
