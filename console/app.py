@@ -33,6 +33,7 @@ from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
+from console.layout_chooser import LayoutChooser
 from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
@@ -41,7 +42,7 @@ from console.preferences import PreferenceFile
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
 from console.proposals import propose
-from console.request_list import RequestTable
+from console.request_orders import RequestOrders
 from console.snapshots_dialogs import SaveDialog
 from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
@@ -62,8 +63,10 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo", "verify", "save_snapshot")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
+IDLE_TICKS = 2
+"""While nothing is decoded and nothing is said, only every so many ticks draw."""
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
 
@@ -87,7 +90,7 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(BenchOrders, App[Ending]):
+class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -98,6 +101,9 @@ class ConsoleApp(BenchOrders, App[Ending]):
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding(
+            "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
+        ),
         Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
@@ -138,6 +144,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self._hosts = HostWindow()
         self._finished = RequestWindow()
         self._alarmed = False
+        self._ticks = 0
         self.book = LogBook()
         self._host_at_s: float | None = None
         self._notice_until_s = 0.0
@@ -156,15 +163,15 @@ class ConsoleApp(BenchOrders, App[Ending]):
         return screen
 
     @property
-    def tree(self) -> TreeScreen:
-        screen = self._screens[TreeScreen.NAME]
-        assert isinstance(screen, TreeScreen)
-        return screen
-
-    @property
     def snapshots(self) -> SnapshotsScreen:
         screen = self._screens[SnapshotsScreen.NAME]
         assert isinstance(screen, SnapshotsScreen)
+        return screen
+
+    @property
+    def tree(self) -> TreeScreen:
+        screen = self._screens[TreeScreen.NAME]
+        assert isinstance(screen, TreeScreen)
         return screen
 
     async def on_mount(self) -> None:
@@ -202,11 +209,18 @@ class ConsoleApp(BenchOrders, App[Ending]):
             now_s = time.time()
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
             self.book.record(*(LogLine(time_s=now_s, level="info", text=text) for text in captured))
-        if self.view.notice and time.monotonic() > self._notice_until_s:
+        over = bool(self.view.notice) and time.monotonic() > self._notice_until_s
+        if over:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         figures = self._window.figures(now)
         self._warn(alarm(figures, self.view.config))
+        self._ticks += 1
+        news = (
+            over or not (figures.idle and self.view.figures.idle) or self.book.total != self.view.lines_total
+        )
+        if not news and self._ticks % IDLE_TICKS:
+            return
         self._show(figures=figures, host_age_s=age, busy=self._hosts.busy(now), **self._logged())
 
     def _warn(self, trouble: str | None) -> None:
@@ -235,7 +249,8 @@ class ConsoleApp(BenchOrders, App[Ending]):
         chosen = event.status.calibration
         if chosen and (before is None or before.calibration != chosen):
             self.book.event(f"budget: {chosen}")
-        self._show(status=event.status)
+        if before != event.status:
+            self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
 
@@ -254,6 +269,8 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_host_arrived(self, event: messages.HostArrived) -> None:
         self._host_at_s = time.monotonic()
         self._hosts.add(event.sample)
+        if self.view.host is None:
+            self._show(host=event.sample, host_age_s=0.0)
         self.view = dataclasses.replace(self.view, host=event.sample)
 
     def on_rounds_arrived(self, event: messages.RoundsArrived) -> None:
@@ -265,7 +282,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def on_requests_arrived(self, event: messages.RequestsArrived) -> None:
         self._finished.add(reversed(event.requests))
-        self._show(requests=event.requests, latency=self._finished.latency())
+        self.view = dataclasses.replace(self.view, requests=event.requests, latency=self._finished.latency())
 
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
         self.book.record(*event.lines)
@@ -291,12 +308,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
 
-    def on_trees_arrived(self, event: TreesArrived) -> None:
-        self.tree.arrived(event)
-
-    def on_told(self, event: messages.Told) -> None:
-        self._notice(event.text, event.bad)
-
     def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
         self._notice(event.text, event.bad)
 
@@ -306,6 +317,12 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
         self._notice(event.words)
         self.snapshots.saved()
+
+    def on_trees_arrived(self, event: TreesArrived) -> None:
+        self.tree.arrived(event)
+
+    def on_told(self, event: messages.Told) -> None:
+        self._notice(event.text, event.bad)
 
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
@@ -326,29 +343,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
-
-    def on_request_table_said(self, event: RequestTable.Said) -> None:
-        self._notice(event.text)
-
-    async def on_request_table_opened(self, event: RequestTable.Opened) -> None:
-        await self.action_open_tree(event.request_id)
-
-    def on_request_table_ended(self, event: RequestTable.Ended) -> None:
-        """Asks, then cancels a request, which may be somebody else's."""
-        if self.view.read_only:
-            self._notice("refused, the console is read-only: cancel a request", bad=True)
-            return
-        name = f"request {clean_line(event.request_id, 40)}"
-        effect = f"{name} ends with the text it has; its client is told that it was cancelled."
-        dialog = ConfirmDialog("Cancel the request?", effect, yes="Cancel it", no="Leave it")
-        self.push_screen(dialog, lambda yes: self._cancel_request(event.request_id, name) if yes else None)
-
-    def _cancel_request(self, request_id: str, name: str) -> None:
-        async def cancel() -> None:
-            ended = await self.bridge.cancel(request_id)
-            self._notice(f"{name} is cancelled" if ended else f"{name} had ended already")
-
-        self.run_worker(cancel(), name="cancel", exit_on_error=False)
 
     def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
         self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
@@ -376,11 +370,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
         await self.switch_mode(name)
         self._show()
 
-    async def action_open_tree(self, request_id: str) -> None:
-        """Shows the draft trees of a request."""
-        await self.action_screen_named(TreeScreen.NAME)
-        self.tree.follow(request_id)
-
     async def action_input(self) -> None:
         await self.action_screen_named(PromptScreen.NAME)
         self.prompt.focus_input()
@@ -406,6 +395,14 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_layout(self) -> None:
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
+                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
+
+        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
 
     def action_save_snapshot(self) -> None:
         self.push_screen(SaveDialog(self.snapshots.archive))

@@ -18,7 +18,7 @@ from console import formats
 from console.bench_load import Load
 from console.bench_results import Bench, NotABench, against, case_key, case_name, differing, verdict
 from console.charts import SweepChart
-from console.filter_bar import FilterBar, matches
+from console.filtering import FilterLine, wanted
 from console.formats import NA, clean_line, clock, duration, number, percent, rate
 from console.frame import ConsoleScreen, Panel, View, styled
 from console.lists import List, Row
@@ -70,7 +70,7 @@ class BenchScreen(ConsoleScreen):
         return [
             Panel("load", id="load"),
             Panel("job", id="job"),
-            FilterBar(),
+            FilterLine(self._filter, lambda: self.query_one(List)),
             List(id="cases", columns=COLUMNS),
             Panel(id="verdict", classes="bar"),
             Horizontal(
@@ -126,10 +126,9 @@ class BenchScreen(ConsoleScreen):
         if self.bench is None:
             return []
         others = self.other.by_case() if self.other is not None else None
+        keeps = wanted(self._words)
         return [
-            (str(case_key(each)), _cells(each, others))
-            for each in self.bench.results
-            if matches(self._words, _line(each))
+            (str(case_key(each)), _cells(each, others)) for each in self.bench.results if keeps(_line(each))
         ]
 
     def _chosen(self) -> tuple[str, int, int, float] | None:
@@ -193,7 +192,7 @@ class BenchScreen(ConsoleScreen):
             self.post_message(self.Ordered(what, self.bench))
 
     def action_filter(self) -> None:
-        self.query_one(FilterBar).open()
+        self.query_one(FilterLine).open()
 
     def compare(self, other: Bench | None) -> None:
         self.other = other
@@ -208,12 +207,9 @@ class BenchScreen(ConsoleScreen):
         self.load = load
         self.show(self._view)
 
-    @on(FilterBar.Sought)
-    def _filter(self, event: FilterBar.Sought) -> None:
-        self._words = event.words
+    def _filter(self, words: str) -> None:
+        self._words = words
         self._draw_results()
-        if event.leave:
-            self.query_one(List).focus()
 
     @on(DataTable.RowHighlighted)
     def _move(self) -> None:

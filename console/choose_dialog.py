@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
-from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -14,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from console.filter_bar import FilterBar, matches
+from console.filtering import FilterLine, wanted
 
 
 class ChooseDialog(ModalScreen[int | None]):
@@ -34,7 +33,7 @@ class ChooseDialog(ModalScreen[int | None]):
     def compose(self) -> ComposeResult:
         yield Vertical(
             Static(self._title_text, classes="title", markup=False),
-            FilterBar(),
+            FilterLine(self._filter, lambda: self.query_one(OptionList)),
             OptionList(*self._options(""), compact=True),
             Static("Enter chooses · / filters · Esc leaves", classes="hint", markup=False),
             classes="dialog wide",
@@ -44,22 +43,18 @@ class ChooseDialog(ModalScreen[int | None]):
         self.query_one(OptionList).focus()
 
     def action_filter(self) -> None:
-        self.query_one(FilterBar).open()
+        self.query_one(FilterLine).open()
 
     def _options(self, words: str) -> list[Option]:
-        kept = [(number, line) for number, line in enumerate(self._lines) if matches(words, line)]
+        kept = [(number, line) for number, line in enumerate(self._lines) if wanted(words)(line)]
         return [
             Option(Text(line, no_wrap=True, overflow="ellipsis"), id=f"n{number}") for number, line in kept
         ]
 
-    @on(FilterBar.Sought)
-    def _filter(self, event: FilterBar.Sought) -> None:
+    def _filter(self, words: str) -> None:
         options = self.query_one(OptionList)
-        if event.leave:
-            options.focus()
-        else:
-            options.clear_options()
-            options.add_options(self._options(event.words))
+        options.clear_options()
+        options.add_options(self._options(words))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(int(str(event.option_id).removeprefix("n")))

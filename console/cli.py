@@ -172,7 +172,7 @@ def console(
         from runtime.serve_beside import ServiceBeside
 
         service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
-    opener = partial(open_runtime, resolved.config, resolved.origins, not no_fallback)
+    opener = partial(open_runtime, resolved.config, not no_fallback, resolved.origins)
     return shown(opener, read_only=read_only, service=service)
 
 

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import DataTable
 
 from console.change_draft import Draft, FieldRow, about, plan_lines, shown
-from console.filter_bar import FilterBar, matches
+from console.filtering import FilterLine, wanted
 from console.formats import clean_line, percent
 from console.frame import ConsoleScreen, Panel, View, styled
 from console.lists import List
@@ -79,7 +79,7 @@ class ControlsScreen(ConsoleScreen):
 
     def body(self) -> list[Widget]:
         return [
-            FilterBar(),
+            FilterLine(self._filter, lambda: self.query_one(List)),
             List(id="fields", columns=COLUMNS),
             Panel("field", id="field"),
             Panel("change", id="plan"),
@@ -109,9 +109,8 @@ class ControlsScreen(ConsoleScreen):
 
     def _draw_rows(self) -> None:
         origins = self._view.status.origins if self._view.status is not None else {}
-        rows = [
-            row for row in self.draft.rows(self._view.config, origins) if matches(self._words, _line(row))
-        ]
+        keeps = wanted(self._words)
+        rows = [row for row in self.draft.rows(self._view.config, origins) if keeps(_line(row))]
         wide = self.size.width >= WIDE
         columns = (*COLUMNS, "takes") if wide else COLUMNS
         self.query_one(List).show([(row.name, _cells(row)[: len(columns)]) for row in rows], columns)
@@ -205,15 +204,12 @@ class ControlsScreen(ConsoleScreen):
         self.edited(draft)
 
     def action_filter(self) -> None:
-        self.query_one(FilterBar).open()
+        self.query_one(FilterLine).open()
 
-    @on(FilterBar.Sought)
-    def _filter(self, event: FilterBar.Sought) -> None:
-        self._words = event.words
+    def _filter(self, words: str) -> None:
+        self._words = words
         self._draw_rows()
         self._draw_field()
-        if event.leave:
-            self.query_one(List).focus()
 
     @on(DataTable.RowHighlighted)
     def _move(self) -> None:

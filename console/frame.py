@@ -137,6 +137,13 @@ def styled(text: str, style: str) -> Text:
     return Text.assemble((text, style))
 
 
+def _layout(view: View) -> str:
+    """The layout in force; of several ranks what they really split, which the description tells."""
+    named = str(view.config.get("layout", NA))
+    told = view.description.layout if view.description is not None else None
+    return named if named == "single" or not told else told.partition(":")[0]
+
+
 class StatusBar(Horizontal):
     """Model, engine, layout, mode, budget, temperature, state."""
 
@@ -153,7 +160,7 @@ class StatusBar(Horizontal):
         facts = [
             clean_line(str(config.get("model", NA)).rstrip("/").rpartition("/")[2]),
             clean_line(str(config.get("engine", NA))),
-            clean_line(str(config.get("layout", NA))),
+            clean_line(_layout(view)),
             f"mode {config.get('mode', NA)}",
             f"budget {'auto' if budget is None and config else NA if budget is None else budget}",
             f"T {temperature(config.get('temperature'))}",
@@ -168,8 +175,8 @@ class StatusBar(Horizontal):
 
 
 def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
-    """The screens by number; by name too where half the width is enough for that."""
-    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width // 2
+    """The screens by number; by name too where that leaves room for the engine's reason."""
+    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width - 34
     text = Text()
     for key, name in tabs:
         mine = name == here

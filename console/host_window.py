@@ -27,13 +27,9 @@ class HostWindow:
 
     def add(self, sample: HostSample) -> None:
         loads = [gpu.utilisation for gpu in sample.gpus if gpu.utilisation is not None]
-        words = (
-            f"GPU utilisation, mean of {len(loads)}"
-            if len(loads) > 1
-            else "GPU utilisation"
-            if loads
-            else "CPU"
-        )
+        words = "GPU util %" if loads else "CPU %"
+        if len(loads) > 1:
+            words += f", mean of {len(loads)}"
         value = sum(loads) / len(loads) if loads else sample.cpu
         if words.split()[0] != self._words.split()[0]:
             self._seconds.clear()

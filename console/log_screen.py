@@ -9,6 +9,7 @@ from typing import ClassVar
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
@@ -47,6 +48,10 @@ class LogView(ScrollView, can_focus=True):
 
     def on_mount(self) -> None:
         self._redraw(0)
+
+    def on_resize(self, event: events.Resize) -> None:
+        if self.follows:
+            self.call_later(self._redraw, 0)
 
     def add(self, lines: Iterable[LogLine]) -> None:
         """Takes lines, oldest first."""
@@ -89,9 +94,8 @@ class LogView(ScrollView, can_focus=True):
         elif moved:
             self.scroll_to(y=max(0, self.scroll_y + moved), animate=False, force=True)
         state = "following" if self.follows else "held, f follows"
-        title = (
-            f"log: {len(self._shown)} of {len(self._kept)} lines; {LEVELS[self._least]} and worse; {state}"
-        )
+        levels = f"{LEVELS[self._least]} and worse" if self._least else "all levels"
+        title = f"log: {len(self._shown)} of {len(self._kept)} lines; {levels}; {state}"
         self.border_title = title + (f"; with {clean_line(self._text, 40)!r}" if self._text else "")
         self.refresh()
 

@@ -147,28 +147,6 @@ class ChangeRefused(Message):
         self.text = text
 
 
-class Told(Message):
-    """A screen has one line for the operator."""
-
-    def __init__(self, text: str, bad: bool = False) -> None:
-        super().__init__()
-        self.text = text
-        self.bad = bad
-
-
-class AnswerWanted(Message):
-    """A turn is to be answered."""
-
-    def __init__(self, turn: int, request: GenerateRequest) -> None:
-        super().__init__()
-        self.turn = turn
-        self.request = request
-
-
-class AnswersUnwanted(Message):
-    """Whatever is being answered for this console is to end."""
-
-
 class PlanArrived(Message):
     """What a collected change would do, or why that cannot be told."""
 
@@ -198,3 +176,25 @@ class JobNotStarted(Message):
         self.kind = kind
         self.reason = reason
         self.field = field
+
+
+class Told(Message):
+    """A screen has one line for the operator."""
+
+    def __init__(self, text: str, bad: bool = False) -> None:
+        super().__init__()
+        self.text = text
+        self.bad = bad
+
+
+class AnswerWanted(Message):
+    """A turn is to be answered."""
+
+    def __init__(self, turn: int, request: GenerateRequest) -> None:
+        super().__init__()
+        self.turn = turn
+        self.request = request
+
+
+class AnswersUnwanted(Message):
+    """Whatever is being answered for this console is to end."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from console.bridge import Bridge
     from console.frame import ConsoleScreen, View
+    from console.log_book import LogBook
 
     Base = App[Any]
 else:
@@ -33,6 +34,7 @@ class Operations(Base):
     """Handlers and actions that more than one screen or key uses."""
 
     bridge: Bridge
+    book: LogBook
     view: View
     _screens: dict[str, ConsoleScreen]
 

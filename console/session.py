@@ -49,6 +49,11 @@ def run_console(
     """
     if not no_color():
         os.environ.pop("NO_COLOR", None)  # Textual turns colour off for an empty value too.
+    if attached_to is None:
+        from multiprocessing import resource_tracker
+
+        # An engine may have to start processes while Textual holds stderr, when this cannot be started any more.
+        resource_tracker.ensure_running()
     place = Place(attached_to, service.url if service else None)
     with Terminal() as terminal:
         app = ConsoleApp(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from textual.filter import LineFilter, NoColor
 from console.operations import Operations
 from console.preferences import PreferenceFile, Preferences, Value
 from console.themes import DARK, NO_COLOUR, THEMES, following, palette
-from runtime.interface import LogLine
 
 VERIFY = "Check that speculation changes no token: prompts plain and speculative, compared"
 
@@ -36,16 +34,13 @@ class Taste(Operations):
         self._preference_file, self._colourless = file, colourless
         self._preferences, problem = file.load() if file is not None else (Preferences(), "")
         if problem:
-            self._record(LogLine(time_s=time.time(), level="warning", text=problem))
+            self.book.event(problem, "warning")
         for theme in THEMES:
             self.register_theme(theme)
         wanted = NO_COLOUR if colourless else self._preferences.theme
         self.theme = wanted if any(theme.name == wanted for theme in THEMES) else DARK
         for name in set(self.available_themes) - {theme.name for theme in THEMES}:
             self.unregister_theme(name)
-
-    def _record(self, *lines: LogLine) -> None:
-        raise TypeError("the app records")
 
     @property
     def first_screen(self) -> str:
@@ -77,7 +72,7 @@ class Taste(Operations):
         problem = self._preference_file.save(wanted)
         if problem:
             self._preference_file = None  # said once; another try would say it again
-            self._record(LogLine(time_s=time.time(), level="warning", text=problem))
+            self.book.event(problem, "warning")
 
     # Colours
 

@@ -166,10 +166,10 @@ def foot_text(turn: Turn, waiting: str) -> Text:
             parts.append(FINISH_WORDS[turn.stats.finish_reason])
         if turn.stats.plain_reason:
             parts.append(f"decoded plainly: {turn.stats.plain_reason}")
-        if turn.stats.temperature >= GREEDY_BELOW and turn.seed is not None:
-            parts.append(f"seed {turn.seed}")
         if turn.stats.continued:
             parts.append(turn.stats.continued)
+        if turn.stats.temperature >= GREEDY_BELOW and turn.seed is not None:
+            parts.append(f"seed {turn.seed}")
         if turn.stats.cached_tokens:
             parts.append(f"{turn.stats.cached_tokens} of {turn.stats.prompt_tokens} prompt tokens reused")
     if turn.error:

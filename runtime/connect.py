@@ -20,12 +20,12 @@ _attendants: set[asyncio.Task[None]] = set()
 
 
 async def open_runtime(
-    config: RuntimeConfig, origins: Mapping[str, str] | None = None, fall_back: bool = True
+    config: RuntimeConfig, fall_back: bool = False, origins: Mapping[str, str] | None = None
 ) -> Runtime:
     """An in-process runtime for `config`; returns at once and loads afterwards.
 
-    `origins`: field to where its value came from. With `fall_back` the last good configuration is tried once if
-    `config` does not come up, and kept once proved.
+    With `fall_back` the last good configuration is tried once if `config` does not come up, and kept once proved.
+    `origins`: field to where its value came from.
     """
     from runtime.local import LocalRuntime
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention import Step
-from runtime.gang import Gang, new_folder
-from runtime.gang_rank import RankSpec
+from runtime.gang import Gang, RankSpec, new_folder
 from runtime.gang_step import RemotePool, from_bytes, pack
 from runtime.linear import Linear, LinearFactory
 from runtime.models import Checkpoint
@@ -69,7 +68,7 @@ class GangTarget(TargetModel):
         }
         embedding = state[own[0]]
         head = state.get(own[1], embedding)
-        self._draft_head = draft_linear(head) if draft_linear not in (None, linear) else None
+        self._add_heads(state, linear, draft_linear)
         folder = new_folder()
         specs = [
             RankSpec(

@@ -206,6 +206,8 @@ class LocalRuntime(EngineThread):
             )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
+        if self.job_board.holder and any(each.effect == "rebuild" for each in plan.changes):
+            raise ConfigRejected(f"no rebuild now: {self.job_board.holder}; wait for it or cancel it")
         answer: Future[ChangeReport] = Future()
         await self._call(lambda _: self._take_order(plan, revision, author, answer))
         return await asyncio.wrap_future(answer)

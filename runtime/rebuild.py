@@ -226,7 +226,7 @@ class Parked:
         return ()
 
     def token_name(self, token_id: int) -> str:
-        return str(token_id)
+        return ""
 
     def withdraw(self, request_id: str) -> bool:
         running = self._requests.get(request_id)

@@ -88,15 +88,7 @@ class TargetModel:
         state = {name: value.to(self.device, dtype) for name, value in checkpoint.load_state().items()}
         model = _skeleton(architecture, self.config)
         _check_names(model, state, checkpoint, self.config)
-        self._draft_head: Linear | None = None
-        self._greedy_head: GreedyHead | None = None
-        if draft_linear not in (None, linear):
-            assert draft_linear is not None
-            embedding = state["model.embed_tokens.weight"]
-            self._draft_head = draft_linear(state.get("lm_head.weight", embedding))
-            if isinstance(self._draft_head, RoundedLinear) and "lm_head.weight" not in state:
-                # A tied head's plain weight stays in memory as the embedding; another one would cost a copy.
-                self._greedy_head = GreedyHead(embedding, self._draft_head)
+        self._add_heads(state, linear, draft_linear)
         rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
         self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
@@ -107,6 +99,20 @@ class TargetModel:
             model.tie_weights()
             model.model.rotary_emb = rotary
             self._decoder = TransformersDecoder(model.eval().requires_grad_(False), linear, taps)
+
+    def _add_heads(
+        self, state: dict[str, Tensor], linear: LinearFactory, draft_linear: LinearFactory | None
+    ) -> None:
+        """The heads beside the exact one: for the drafter's logits, and for the likeliest token alone."""
+        self._draft_head: Linear | None = None
+        self._greedy_head: GreedyHead | None = None
+        if draft_linear is None or draft_linear is linear:
+            return
+        embedding = state["model.embed_tokens.weight"]
+        self._draft_head = draft_linear(state.get("lm_head.weight", embedding))
+        if isinstance(self._draft_head, RoundedLinear) and "lm_head.weight" not in state:
+            # A tied head's plain weight stays in memory as the embedding; another one would cost a copy.
+            self._greedy_head = GreedyHead(embedding, self._draft_head)
 
     @property
     def fused(self) -> bool:

@@ -61,13 +61,15 @@ def snapshots(entries: Iterator[Entry]) -> Iterator[Entry]:
             continue
         later = measured.pop(entry.commit, None)
         if later is not None:
-            figures = {
-                name: later.trailers[name]
-                for name in ("tok-s", "accept-length", "figure-source", "measured")
-                if name in later.trailers
-            }
-            entry = replace(entry, trailers={**entry.trailers, **figures})
+            entry = with_figures(entry, later)
         yield entry
+
+
+def with_figures(entry: Entry, later: Entry) -> Entry:
+    """`entry` with the figures that a later measurement of it has."""
+    names = ("tok-s", "accept-length", "figure-source", "measured")
+    figures = {name: later.trailers[name] for name in names if name in later.trailers}
+    return replace(entry, trailers={**entry.trailers, **figures})
 
 
 def entry_of(runner: GitRunner, commit: str, made_here: frozenset[str]) -> Entry | None:

@@ -89,6 +89,8 @@ def find(folder: Path | None) -> Place:
         StoreRefused: the folder holds something else, or belongs to another user.
     """
     named = (folder or default_folder()).expanduser().absolute()
+    if named.exists() and not named.is_dir():
+        raise StoreRefused(f"{named} is a file and no snapshot store; name a folder with --store")
     if (named / "ddtree" / MAKING).exists():
         return Place(named, named, own=True)
     for git_dir in (named, named / ".git"):
@@ -99,9 +101,7 @@ def find(folder: Path | None) -> Place:
     inside = _around(named) if folder is not None else None
     if inside is not None:
         return inside
-    if named.exists() and (
-        not named.is_dir() or any(each for each in named.iterdir() if each.name != "ddtree")
-    ):
+    if named.exists() and any(each.name != "ddtree" for each in named.iterdir()):
         raise StoreRefused(
             f"{named} holds other files and is no snapshot store; name an empty folder with --store"
         )

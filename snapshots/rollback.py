@@ -193,7 +193,7 @@ async def perform(
     if plan.refusals:
         raise StoreRefused("; ".join(plan.refusals))
     written = await asyncio.to_thread(_restore_files, plan)
-    title = f"rollback to {plan.entry.label or plan.entry.id}"[:120]
+    title = f"rollback to {plan.entry.label or plan.entry.id}"[:120].rstrip()
     back_to = plan.snapshot.model_copy(update={"label": title, "taken_at_s": live.now()})
     entry = await asyncio.to_thread(
         store.save, back_to, "rollback", {"Restores": plan.entry.commit}, plan.entry.commit

@@ -14,7 +14,16 @@ from typing import Any
 
 from runtime.interface import Runtime
 from snapshots import live
-from snapshots.content import Environment, Figure, HostIdentity, Measurements, Snapshot, hardware_class
+from snapshots.content import (
+    Environment,
+    Figure,
+    HostIdentity,
+    Measurements,
+    Snapshot,
+    checked_label,
+    checked_note,
+    hardware_class,
+)
 from snapshots.git import StoreFault, StoreRefused
 from snapshots.message import Entry
 from snapshots.originals import Originals
@@ -93,7 +102,7 @@ def attach(store: Store, entry: Entry, figure: Figure) -> Entry:
     followed = snapshot.model_copy(
         update={
             "measurements": measured,
-            "label": f"measurement of {snapshot.label or entry.id}"[:120],
+            "label": f"measurement of {snapshot.label or entry.id}"[:120].rstrip(),
             "note": "",
         }
     )
@@ -101,7 +110,9 @@ def attach(store: Store, entry: Entry, figure: Figure) -> Entry:
 
 
 def check_words(request: SaveRequest) -> None:
-    """Raises SecretFound for a secret in the label or the note."""
+    """Raises SecretFound for a secret in the label or the note, NoteRefused for what git cannot keep."""
+    checked_label(request.label)
+    checked_note(request.note)
     hits = [*scan(request.label, "label"), *scan(request.note, "note")]
     if hits and not request.allow_secret:
         raise SecretFound(hits)

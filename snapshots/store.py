@@ -20,7 +20,7 @@ from pathlib import Path
 
 from snapshots import history
 from snapshots.codec import to_files
-from snapshots.content import Snapshot, checked_note
+from snapshots.content import Snapshot, checked_label, checked_note
 from snapshots.git import GitRunner, StoreRefused, UnknownSnapshot, opened, without_password
 from snapshots.history import Page
 from snapshots.message import Entry, Kind, compose
@@ -69,7 +69,10 @@ class Store:
 
         Raises:
             StoreFault: with one line; then nothing was saved.
+            NoteRefused: git cannot keep the note or the label as it is.
         """
+        checked_label(snapshot.label)
+        checked_note(snapshot.note)
         with self._writing() as runner:
             snapshot_id = new_id(snapshot.taken_at_s or time.time())
             if same_files_as is None:
@@ -189,8 +192,11 @@ class Store:
         return history.resolve(runner, self.place, name, self._made_here())
 
     def _whole_entry(self, runner: GitRunner, name: str) -> Entry:
-        """The entry with its git note and its tags."""
+        """The entry with its git note, its tags and the figures of a later measurement."""
         entry = self._entry(runner, name)
+        measured_by = history.measurement_of(runner, self.place, entry.commit)
+        later = history.entry_of(runner, measured_by, frozenset()) if measured_by else None
+        entry = history.with_figures(entry, later) if later else entry
         notes = history.tree_names(runner, self.place.notes)
         found = next(_annotated(runner, iter([entry]), notes))
         return replace(found, tags=history.named_tags(runner, self.place).get(entry.commit, ()))

@@ -29,7 +29,9 @@ class Driven:
         end = time.monotonic() + GIVE_UP_S
         while not holds():
             assert self.app._exception is None, "the app failed"
-            assert time.monotonic() < end, f"never came true: {what}; notice {self.app.view.notice!r}"
+            assert time.monotonic() < end, (
+                f"never came true: {what}; notice {self.app.view.notice!r}\n{self.shown()}"
+            )
             await self.pilot.pause(0.01)
 
     async def ask(self, prompt: str) -> None:

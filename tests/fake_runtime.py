@@ -126,12 +126,12 @@ class FakeRuntime:
         """Set: streams break after that many rounds."""
         self.errors: tuple[str, ...] = ()
         self.calibration: str | None = None
+        self.origins: dict[str, str] = {"model": "default", "tree_budget": "command line"}
+        self.last_good: dict[str, Any] | None = None
         self.answers: dict[str, str] = {}
         """Another answer by mode."""
         self.scores: dict[str, float] = {}
         """Log-probability by token text, where asked for; others have -0.1."""
-        self.origins: dict[str, str] = {"model": "default", "tree_budget": "command line"}
-        self.last_good: dict[str, Any] | None = None
         self.seen: list[GenerateRequest] = []
         self.traces: dict[str, list[TreeTrace]] = {}
         """Draft trees by request."""

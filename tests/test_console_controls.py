@@ -11,7 +11,7 @@ from console.change_draft import Draft, plan_lines
 from console.controls_screen import ControlsScreen
 from console.dialogs import ConfirmDialog
 from console.field_dialog import FieldDialog
-from console.filter_bar import FilterBar
+from console.filtering import FilterLine
 from console.lists import List
 from runtime.config import EFFECTS, RuntimeConfig
 from runtime.interface import ChangePlan, ConfigRejected, EngineState, FieldChange
@@ -19,7 +19,7 @@ from runtime.interface import ChangePlan, ConfigRejected, EngineState, FieldChan
 
 async def edit(driven: Driven, field: str, value: str) -> None:
     """Edits one field by its dialog, found by the filter."""
-    driven.app.screen.query_one(FilterBar).value = field
+    driven.app.screen.query_one(FilterLine).value = field
     await driven.until(lambda: list(fields(driven)) == [field], "filtered")
     await driven.press("e")
     await driven.until(lambda: isinstance(driven.app.screen, FieldDialog), "the dialog")
@@ -169,7 +169,7 @@ async def test_while_the_engine_is_rebuilt_the_screen_says_how_far_it_is_and_wha
         await driven.press("4")
         driven.runtime.become(EngineState.REBUILDING, "loading the target")
         await driven.until(lambda: "rebuilding: loading the target" in driven.text("#plan"), "progress")
-        assert "open streams pause" in driven.text("#plan") and "queue_timeout 300 s" in driven.text("#plan")
+        assert "open streams pause" in driven.text("#plan") and "queue_timeout 30 s" in driven.text("#plan")
         driven.runtime.become(EngineState.READY)
         await driven.until(lambda: "rebuilding" not in driven.text("#plan"), "over")
 

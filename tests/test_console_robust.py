@@ -21,7 +21,6 @@ from console.bridge import Batch
 from console.controls_screen import ControlsScreen
 from console.dialogs import HelpScreen
 from console.field_dialog import FieldDialog
-from console.filter_bar import FilterBar
 from console.filtering import FilterLine
 from console.lists import List
 from console.live_screen import LiveScreen
@@ -95,7 +94,7 @@ async def test_every_key_of_its_own_works_on_controls_and_bench_at_every_size(si
             ]
             for key in ("question_mark", *keys):
                 await driven.press(key)
-                while not isinstance(driven.app.screen, screen) or isinstance(driven.app.focused, FilterBar):
+                while not isinstance(driven.app.screen, screen) or isinstance(driven.app.focused, FilterLine):
                     await driven.press("escape")
         assert not driven.app._exit
 

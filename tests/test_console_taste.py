@@ -85,7 +85,7 @@ async def test_a_broken_file_is_told_once_among_the_events(file: PreferenceFile)
     app = ConsoleApp(FakeRuntime(), preferences=file)
     async with app.run_test() as pilot:
         await pilot.pause()
-        assert sum("are ignored" in line.text for line in app._lines) == 1
+        assert sum("are ignored" in line.text for line in app.book.lines) == 1
         assert app.theme == "dark"
         app.exit(0)
         await pilot.pause()
@@ -98,7 +98,7 @@ async def test_every_theme_draws_every_screen_and_without_colours_the_chosen_row
         await driven.until(lambda: app.view.status is not None, "a status")
         for theme in THEMES:
             app.use_theme(theme.name)
-            for number in "1347":
+            for number in "13478":
                 await driven.press(number)
             assert app.theme == theme.name
         assert app.theme == NO_COLOUR and app.no_color

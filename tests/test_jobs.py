@@ -75,11 +75,11 @@ async def test_a_verify_that_finds_a_changed_token_says_so_and_where(
 ) -> None:
     choose = runtime.round._choose_batch
 
-    def second_best(batch, tree, sizes, logits, noise):  # type: ignore[no-untyped-def]
-        chosen = choose(batch, tree, sizes, logits, noise)
+    def second_best(models, batch, tree, sizes, hidden, noise):  # type: ignore[no-untyped-def]
+        chosen, logits = choose(models, batch, tree, sizes, hidden, noise)
         if max(sizes) > 1 and batch[0].num_outputs > 5:
-            chosen[0, 0] = logits[0][0].topk(2).indices[1]
-        return chosen
+            chosen[0, 0] = models.target.logits(hidden[:1])[0].topk(2).indices[1]
+        return chosen, logits
 
     monkeypatch.setattr(runtime.round, "_choose_batch", second_best)
     wanted = {"prompts": PROMPTS[:1], "modes": ["tree"], "temperatures": [0.0], "max_tokens": 12}

@@ -157,19 +157,6 @@ async def test_requests_are_listed_while_they_run_and_after(runtime: Runtime) ->
     assert during and during[0].state in ("decoding", "finished")
 
 
-async def test_draft_trees_are_given_while_a_request_runs_and_after(runtime: Runtime) -> None:
-    request_id, during = "", ()
-    async for event in runtime.generate(ask(max_tokens=30, ignore_eos=True)):
-        request_id = event.request_id
-        if isinstance(event, TokensEmitted) and not during:
-            during = await runtime.trace(request_id)
-    kept = await runtime.trace(request_id)
-    assert during and kept[: len(during)] == during
-    assert all(trace.nodes[0].accepted and len(trace.nodes) <= 1 + trace.tree_budget for trace in kept)
-    assert await runtime.trace(request_id, kept[-2].round_index) == kept[-1:]
-    assert await runtime.trace("no such request") == ()
-
-
 JOB = {"prompts": [{"prompt": "abc"}], "modes": ["tree"], "temperatures": [0.0], "max_tokens": 6}
 
 
@@ -251,6 +238,19 @@ async def test_a_measuring_job_stops_when_somebody_sends_a_request(runtime: Runt
 
 async def over(runtime: Runtime, job_id: str) -> bool:
     return next(job for job in await runtime.jobs() if job.id == job_id).over
+
+
+async def test_draft_trees_are_given_while_a_request_runs_and_after(runtime: Runtime) -> None:
+    request_id, during = "", ()
+    async for event in runtime.generate(ask(max_tokens=30, ignore_eos=True)):
+        request_id = event.request_id
+        if isinstance(event, TokensEmitted) and not during:
+            during = await runtime.trace(request_id)
+    kept = await runtime.trace(request_id)
+    assert during and kept[: len(during)] == during
+    assert all(trace.nodes[0].accepted and len(trace.nodes) <= 1 + trace.tree_budget for trace in kept)
+    assert await runtime.trace(request_id, kept[-2].round_index) == kept[-1:]
+    assert await runtime.trace("no such request") == ()
 
 
 async def idle(runtime: Runtime) -> bool:
