@@ -42,7 +42,7 @@ from console.preferences import PreferenceFile
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
 from console.proposals import propose
-from console.request_list import RequestTable
+from console.request_orders import RequestOrders
 from console.snapshots_dialogs import SaveDialog
 from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
@@ -63,9 +63,10 @@ SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
 )
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-TREE_SCREEN = "Tree"
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
+IDLE_TICKS = 2
+"""While nothing is decoded and nothing is said, only every so many ticks draw."""
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 200
 
@@ -89,11 +90,11 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(BenchOrders, App[Ending]):
+class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
-    CSS_PATH = "console.tcss"
+    CSS_PATH = ["console.tcss", "prompt.tcss"]
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
@@ -143,6 +144,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
         self._hosts = HostWindow()
         self._finished = RequestWindow()
         self._alarmed = False
+        self._ticks = 0
         self.book = LogBook()
         self._host_at_s: float | None = None
         self._notice_until_s = 0.0
@@ -207,11 +209,18 @@ class ConsoleApp(BenchOrders, App[Ending]):
             now_s = time.time()
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
             self.book.record(*(LogLine(time_s=now_s, level="info", text=text) for text in captured))
-        if self.view.notice and time.monotonic() > self._notice_until_s:
+        over = bool(self.view.notice) and time.monotonic() > self._notice_until_s
+        if over:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         figures = self._window.figures(now)
         self._warn(alarm(figures, self.view.config))
+        self._ticks += 1
+        news = (
+            over or not (figures.idle and self.view.figures.idle) or self.book.total != self.view.lines_total
+        )
+        if not news and self._ticks % IDLE_TICKS:
+            return
         self._show(figures=figures, host_age_s=age, busy=self._hosts.busy(now), **self._logged())
 
     def _warn(self, trouble: str | None) -> None:
@@ -240,7 +249,8 @@ class ConsoleApp(BenchOrders, App[Ending]):
         chosen = event.status.calibration
         if chosen and (before is None or before.calibration != chosen):
             self.book.event(f"budget: {chosen}")
-        self._show(status=event.status)
+        if before != event.status:
+            self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
 
@@ -259,6 +269,8 @@ class ConsoleApp(BenchOrders, App[Ending]):
     def on_host_arrived(self, event: messages.HostArrived) -> None:
         self._host_at_s = time.monotonic()
         self._hosts.add(event.sample)
+        if self.view.host is None:
+            self._show(host=event.sample, host_age_s=0.0)
         self.view = dataclasses.replace(self.view, host=event.sample)
 
     def on_rounds_arrived(self, event: messages.RoundsArrived) -> None:
@@ -270,7 +282,7 @@ class ConsoleApp(BenchOrders, App[Ending]):
 
     def on_requests_arrived(self, event: messages.RequestsArrived) -> None:
         self._finished.add(reversed(event.requests))
-        self._show(requests=event.requests, latency=self._finished.latency())
+        self.view = dataclasses.replace(self.view, requests=event.requests, latency=self._finished.latency())
 
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
         self.book.record(*event.lines)
@@ -332,29 +344,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
 
-    def on_request_table_said(self, event: RequestTable.Said) -> None:
-        self._notice(event.text)
-
-    async def on_request_table_opened(self, event: RequestTable.Opened) -> None:
-        await self.action_open_tree(event.request_id)
-
-    def on_request_table_ended(self, event: RequestTable.Ended) -> None:
-        """Asks, then cancels a request, which may be somebody else's."""
-        if self.view.read_only:
-            self._notice("refused, the console is read-only: cancel a request", bad=True)
-            return
-        name = f"request {clean_line(event.request_id, 40)}"
-        effect = f"{name} ends with the text it has; its client is told that it was cancelled."
-        dialog = ConfirmDialog("Cancel the request?", effect, yes="Cancel it", no="Leave it")
-        self.push_screen(dialog, lambda yes: self._cancel_request(event.request_id, name) if yes else None)
-
-    def _cancel_request(self, request_id: str, name: str) -> None:
-        async def cancel() -> None:
-            ended = await self.bridge.cancel(request_id)
-            self._notice(f"{name} is cancelled" if ended else f"{name} had ended already")
-
-        self.run_worker(cancel(), name="cancel", exit_on_error=False)
-
     def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
         self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
 
@@ -380,16 +369,6 @@ class ConsoleApp(BenchOrders, App[Ending]):
     async def action_screen_named(self, name: str) -> None:
         await self.switch_mode(name)
         self._show()
-
-    async def action_open_tree(self, request_id: str) -> None:
-        """Shows the draft trees of a request."""
-        screen = self._screens.get(TREE_SCREEN)
-        follow = getattr(screen, "follow", None)
-        if follow is None:
-            self._notice("there is no tree screen")
-            return
-        await self.action_screen_named(TREE_SCREEN)
-        follow(request_id)
 
     async def action_input(self) -> None:
         await self.action_screen_named(PromptScreen.NAME)

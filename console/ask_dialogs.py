@@ -74,7 +74,7 @@ class SettingsDialog(ModalScreen[AskSettings | None]):
             self.dismiss(found)
 
 
-class SaveDialog(ModalScreen[Path | None]):
+class TranscriptDialog(ModalScreen[Path | None]):
     """Asks for a file that does not exist yet; its ending chooses Markdown or JSON."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -40,7 +40,8 @@ class TimeChart(PlotextPlot):
         """Draws `values`, and `level` as a flat line for comparison; `key` says in the title what that is."""
         kept = tuple(values)
         self._title = self._title if title is None else title
-        if kept == self._values and level == self._level:
+        # The last second is still going on: it is drawn when the next one begins.
+        if kept[:-1] == self._values[:-1] and len(kept) == len(self._values) > 1 and level == self._level:
             return
         holes_only = not any(value is not None for value in (*kept, *self._values))
         self._values, self._level = kept, level

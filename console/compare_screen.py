@@ -28,7 +28,7 @@ class CompareColumn(Vertical):
         super().__init__(classes="compare_column")
         self.turn = turn
         self._mode = mode
-        self.text = AnswerText(marks)
+        self.text = AnswerText("hidden" if mode == "off" else marks)  # nothing is drafted there
         self._scroll = VerticalScroll(self.text, can_focus=False)
         self._figures = Panel(classes="line compare_figures")
         self._foot = Panel()

@@ -113,8 +113,10 @@ class Comparison:
                 return f"not compared: mode {mode} broke off: {turn.error}"
         at = self.difference
         if not self.complete:
-            equal = "" if at is None or at >= min(len(turn.pieces) for turn in self.turns) else " up to there"
-            return f"not compared: one answer was cancelled{equal}"
+            both = min(len(turn.pieces) for turn in self.turns)
+            if at is not None and at < both:
+                return f"one answer was cancelled. {self._difference_words(at)}"
+            return f"one answer was cancelled; the {both} tokens that both have are equal"
         if at is None:
             count = len(self.turns[0].pieces)
             return f"Same text: all {count} tokens are equal. {self._speeds()}"

@@ -20,7 +20,7 @@ MAX_INDENT = 28
 ARROW = " → "
 RIGHT_CELLS = len("✓ ") + len("  d12-15  100%")
 ACCEPTED, BONUS, REST = "✓", "►", " "
-LEGEND = "✓ accepted · ► target's own choice (bonus token) · % after its parent, then along the path"
+LEGEND = "✓ accepted · ► bonus token, the target's own · % after parent, then of path"
 
 
 @dataclass(frozen=True, slots=True)

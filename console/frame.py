@@ -137,6 +137,13 @@ def styled(text: str, style: str) -> Text:
     return Text.assemble((text, style))
 
 
+def _layout(view: View) -> str:
+    """The layout in force; of several ranks what they really split, which the description tells."""
+    named = str(view.config.get("layout", NA))
+    told = view.description.layout if view.description is not None else None
+    return named if named == "single" or not told else told.partition(":")[0]
+
+
 class StatusBar(Horizontal):
     """Model, engine, layout, mode, budget, temperature, state."""
 
@@ -153,7 +160,7 @@ class StatusBar(Horizontal):
         facts = [
             clean_line(str(config.get("model", NA)).rstrip("/").rpartition("/")[2]),
             clean_line(str(config.get("engine", NA))),
-            clean_line(str(config.get("layout", NA))),
+            clean_line(_layout(view)),
             f"mode {config.get('mode', NA)}",
             f"budget {'auto' if budget is None and config else NA if budget is None else budget}",
             f"T {temperature(config.get('temperature'))}",

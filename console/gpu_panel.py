@@ -123,7 +123,8 @@ def gpu_text(gpu: GpuSample, width: int, host_age_s: float, everything: bool, na
         text.append_text(_cell(gpu, column, host_age_s))
         text.append(" ")
     freshest = min(gpu.ages.values(), default=None)
-    age = NA if freshest is None else f"{freshest + host_age_s:.1f} s"
+    # Tenths would have the whole table drawn again at every look.
+    age = NA if freshest is None else _seconds(freshest + host_age_s)
     text.append(f"{age:>{AGE_CHARS - 1}}", "dim")
     indent = "\n" + " " * LABEL_CHARS
     more = [clean_line(gpu.name, NAME_CHARS)] if named else []
@@ -138,6 +139,10 @@ def gpu_text(gpu: GpuSample, width: int, host_age_s: float, everything: bool, na
     for line in _lines([f"old: {', '.join(old)}"] if old else [], width - LABEL_CHARS):
         text.append(indent + line, "fair")
     return text
+
+
+def _seconds(age_s: float) -> str:
+    return "<1 s" if age_s < 1 else f"{age_s:.0f} s"
 
 
 def _lines(parts: Sequence[str], width: int) -> list[str]:

@@ -75,7 +75,7 @@ class LiveScreen(ConsoleScreen):
                 id="charts",
             ),
             Panel("events", id="events"),
-            id="left",
+            id="live_left",
         )
         right = Vertical(
             Horizontal(
@@ -88,9 +88,9 @@ class LiveScreen(ConsoleScreen):
             ),
             self._table,
             self._filter,
-            id="right",
+            id="live_right",
         )
-        return [VerticalScroll(Horizontal(left, right, id="columns"), id="live", can_focus=False)]
+        return [VerticalScroll(Horizontal(left, right, id="live_columns"), id="live", can_focus=False)]
 
     def action_scroll(self, rows: int) -> None:
         self.query_one("#live", VerticalScroll).scroll_relative(y=rows, animate=False)

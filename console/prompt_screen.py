@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from console import messages
-from console.ask_dialogs import SaveDialog, SettingsDialog, TokensDialog
+from console.ask_dialogs import SettingsDialog, TokensDialog, TranscriptDialog
 from console.ask_settings import AskSettings
 from console.compare_screen import CompareScreen
 from console.comparison import Comparison
@@ -125,7 +125,7 @@ class PromptScreen(ConsoleScreen):
         if not self.conversation.turns:
             self._note("nothing to save: the conversation is empty", bad=True)
         else:
-            self.app.push_screen(SaveDialog(default_path(time.time())), self._save)
+            self.app.push_screen(TranscriptDialog(default_path(time.time())), self._save)
 
     def _save(self, path: Path | None) -> None:
         if path is not None:
@@ -256,7 +256,7 @@ class PromptScreen(ConsoleScreen):
         if turn is None or turn.ended:
             return
         turn.ended = True
-        if turn not in self.conversation.turns:
+        if number not in self._views:
             turn.error = reason
             self._compared(turn)
             return

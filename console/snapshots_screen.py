@@ -87,7 +87,7 @@ class SnapshotsScreen(ConsoleScreen):
         self._doing = ""
         self._author = "console"
         self._read_only = False
-        self._running = 0
+        self._in_flight = 0
 
     def body(self) -> list[Widget]:
         words = Input(placeholder="words to filter by", id="filter", compact=True)
@@ -113,7 +113,7 @@ class SnapshotsScreen(ConsoleScreen):
 
     def show(self, view: View) -> None:
         self._read_only = view.read_only
-        self._running = view.status.running if view.status is not None else 0
+        self._in_flight = view.status.running if view.status is not None else 0
         self._tell_store()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -300,8 +300,8 @@ class SnapshotsScreen(ConsoleScreen):
         allowed = {name for name, plan in (("all", whole), ("settings", settings)) if not plan.refusals}
         if whole.patches is None or not whole.patches.writes:
             allowed.discard("settings" if "all" in allowed else "")
-        running = "1 request is" if self._running == 1 else f"{self._running} requests are"
-        effect = f"{running} in flight. " if self._running else ""
+        running = "1 request is" if self._in_flight == 1 else f"{self._in_flight} requests are"
+        effect = f"{running} in flight. " if self._in_flight else ""
         effect += "A new commit, then applied and measured." if allowed else "Refused: see above."
         lines = Text(clean_text("\n".join(whole.text())))
         dialog = RollbackDialog(lines, effect, frozenset(allowed))

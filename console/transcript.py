@@ -23,8 +23,8 @@ MAX_TURNS = 100
 """Older turns leave the screen; the conversation keeps them."""
 Marks = Literal["underlined", "quoted", "hidden"]
 LEGENDS: dict[Marks, str] = {
-    "underlined": "plain: drafted, accepted · underlined: bonus token, the target's own · d: ‹in quotes›",
-    "quoted": "plain: drafted, accepted · ‹in quotes›: bonus token, the target's own · d hides",
+    "underlined": "plain: drafted · underlined: bonus token, the target's own · d: ‹in quotes›",
+    "quoted": "plain: drafted · ‹in quotes›: bonus token, the target's own · d hides",
     "hidden": "d marks drafted and bonus tokens",
 }
 """How bonus tokens are marked, in the order in which `d` goes on, and what is said about it."""

@@ -65,7 +65,8 @@ def status_lines(
 
 def _what_runs(description: Description | None, config: dict[str, Any]) -> Iterator[str]:
     model = description.target if description else config.get("model")
-    yield clip(f"model        {plain(str(model))}  layout {config.get('layout', 'n/a')}")
+    layout = (description.layout if description else None) or config.get("layout", "n/a")
+    yield clip(f"model        {plain(str(model))}  layout {layout}")
     if description is not None:
         threads = f"  {description.threads} threads" if description.threads else ""
         yield clip(

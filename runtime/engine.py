@@ -94,6 +94,7 @@ class Engine:
         for running in released:
             ticket = running.ticket
             self._requests[ticket.request_id] = running
+            running.traces = RequestTraces()  # rounds are counted anew, tokens may have other names
             if ticket.progress is not None:
                 running.continued = continued
             try:

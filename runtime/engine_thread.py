@@ -148,7 +148,8 @@ class EngineThread:
 
     def _unavailable(self) -> RuntimeUnavailable:
         return RuntimeUnavailable(
-            f"the engine is {self._state.value}: {self._reason}", RETRY_AFTER_S.get(self._state)
+            f"the engine is {self._state.value}: {self._reason}",
+            self._outage_s or RETRY_AFTER_S.get(self._state),
         )
 
     async def _call(self, act: Callable[[Any], T]) -> T:

@@ -20,15 +20,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.interface import EngineLost
 from runtime.logs import LOGGER
-
-if TYPE_CHECKING:
-    from runtime.gang_rank import RankSpec
 
 SLICE_S = 0.1
 STALL_S = 1.2
@@ -39,8 +37,35 @@ STEP_S, LOAD_S = 60.0, 1800.0
 """Longest pass and longest load, busy or not."""
 IDLE_S = 0.4
 """An idle gang is asked so often whether it lives."""
+COMPLAINT = "closed by peer"
+"""What a rank says whose peer has gone."""
 PRELOADED = ["runtime.gang_rank"]
 CLOSE_S = 5.0
+SETTLE_S = 0.25
+"""After a fault, so long for what caused it to show."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank is to be. `folder` holds the rendezvous file and the ranks' output."""
+
+    rank: int
+    layout: str
+    folder: str
+    model: str
+    dtype: str
+    device: str
+    slots: int
+    taps: tuple[int, ...]
+    linear: str
+    threads: int
+
+
+def _rank(spec: RankSpec, pipe: connection.Connection) -> None:
+    """In the child: what it needs is imported there, and not where it is started from."""
+    from runtime.gang_rank import rank_main
+
+    rank_main(spec, pipe)
 
 
 def _context() -> Any:
@@ -122,11 +147,9 @@ class Gang:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, context: Any, spec: RankSpec) -> None:
-        from runtime.gang_rank import rank_main
-
         mine, theirs = context.Pipe()
         rank = context.Process(
-            target=rank_main, args=(spec, theirs), name=f"ddtree rank {spec.rank}", daemon=True
+            target=_rank, args=(spec, theirs), name=f"ddtree rank {spec.rank}", daemon=True
         )
         self._pipes.append(mine)
         try:
@@ -140,7 +163,7 @@ class Gang:
             try:
                 pipe.send_bytes(message)
             except OSError:
-                raise self._fault(index, None) from None
+                raise self._fault(index, "") from None
 
     def _collect(
         self,
@@ -164,14 +187,14 @@ class Gang:
                 try:
                     message = self._pipes[index].recv_bytes()
                 except (EOFError, OSError):
-                    raise self._fault(index, None) from None
+                    raise self._fault(index, "") from None
                 if message[:1] == b"E":
                     raise self._fault(index, message[1:].decode(errors="replace"))
                 if message[:1] == kind:
                     told[index] = message[1:]
             ended = [sentinels[each] for each in ready if each in sentinels]
             if ended and not any(each in pipes for each in ready):
-                raise self._fault(ended[0], None)
+                raise self._fault(ended[0], "")
             if not ready and patience.over():
                 late = ", ".join(str(index) for index in wanted if index not in told)
                 raise self._fault(
@@ -180,27 +203,9 @@ class Gang:
             tick()
         return told
 
-    def _fault(self, index: int | None, text: str | None) -> EngineLost:
-        """Ends the gang after a fault; where a rank was killed, its peers' complaints are not the cause."""
-        if index is not None and text is None:
-            text = self._last_words(index)
-        killed = None
-        deadline = time.monotonic() + 0.25
-        while killed is None and (index is not None) and time.monotonic() < deadline:
-            for other, rank in enumerate(self._ranks):
-                if rank.exitcode is not None and rank.exitcode < 0:
-                    killed = other
-            if killed is None and text is not None and "closed by peer" not in text.lower():
-                break
-            if killed is None:
-                connection.wait([rank.sentinel for rank in self._ranks if rank.exitcode is None], 0.02)
-        if killed is not None:
-            name = signal.Signals(-self._ranks[killed].exitcode).name
-            cause = f"rank {killed} was ended by {name}"
-        elif text is None:
-            cause = f"rank {index} ended"
-        else:
-            cause = text if index is None else f"rank {index}: {text}"
+    def _fault(self, index: int | None, text: str) -> EngineLost:
+        """Ends the gang after a fault of rank `index`, or of none in particular; the error names the first cause."""
+        cause = text if index is None else self._cause(index, text)
         self.lost = self.lost or cause
         self._log_output()
         for rank in self._ranks:
@@ -208,14 +213,31 @@ class Gang:
                 rank.kill()
         return EngineLost(cause)
 
-    def _last_words(self, index: int) -> str | None:
-        """The error a rank sent before it ended, if it did."""
+    def _cause(self, index: int, text: str) -> str:
+        """What happened first: a rank that was killed, else the error of a rank, else what its peer complains of."""
+        said = {index: text or self._last_words(index)}
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            for number, rank in enumerate(self._ranks):
+                if rank.exitcode is not None and rank.exitcode < 0:
+                    return f"rank {number} was ended by {signal.Signals(-rank.exitcode).name}"
+            if said[index] and COMPLAINT not in said[index].lower():
+                break
+            connection.wait([rank.sentinel for rank in self._ranks if rank.exitcode is None], 0.02)
+        said |= {other: self._last_words(other) for other in range(len(self._ranks)) if other != index}
+        for number, words in sorted(said.items(), key=lambda each: COMPLAINT in each[1].lower()):
+            if words:
+                return f"rank {number}: {words}"
+        return f"rank {index} ended"
+
+    def _last_words(self, index: int) -> str:
+        """The error a rank sent before it ended; empty if it sent none."""
         with contextlib.suppress(EOFError, OSError):
             while self._pipes[index].poll():
                 message = self._pipes[index].recv_bytes()
                 if message[:1] == b"E":
                     return message[1:].decode(errors="replace")
-        return None
+        return ""
 
     def _log_output(self) -> None:
         for path in sorted(self._folder.glob("rank*.log")):
@@ -234,10 +256,12 @@ class Gang:
             if not self._lock.acquire(timeout=SLICE_S):
                 continue
             try:
-                if self._closing.is_set() or self.lost is not None:
+                if self._closing.is_set():
                     return
+                if self.lost is not None:
+                    raise EngineLost(self.lost)
                 if died:
-                    raise self._fault(sentinels.index(died[0]), None)
+                    raise self._fault(sentinels.index(died[0]), "")
                 self._send((0).to_bytes(8, "little"))
                 self._collect(range(len(self._ranks)), b"P", STALL_S, STEP_S)
             except EngineLost as lost:

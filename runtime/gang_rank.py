@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -21,36 +20,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers.models.auto.modeling_auto  # noqa: F401  (what every rank would import)
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.distributed.configuration_utils import DistributedConfig
 
+from runtime.gang import RankSpec
 from runtime.gang_step import ANSWER, ERROR, PING, PONG, READY, step_of, to_bytes, unpack
 from runtime.kv_cache import Geometry, Pool
 from runtime.linear import choose_linear, replace_linears
-from runtime.models import CheckpointError, open_checkpoint
+from runtime.models import SUPPORTED_ARCHITECTURES, CheckpointError, open_checkpoint
 from runtime.native_layouts import RANKS, split_plan, splits_attention, stage_layers
 from runtime.target import hf_config
 
+_CLASSES = {name: getattr(transformers, name) for name in SUPPORTED_ARCHITECTURES}
+"""Imported once, before ranks are forked."""
 BACKSTOP = timedelta(minutes=30)
 """A collective's own limit; the parent's deadlines are far shorter."""
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """What a rank is to be. `folder` holds the rendezvous file and the ranks' output."""
-
-    rank: int
-    layout: str
-    folder: str
-    model: str
-    dtype: str
-    device: str
-    slots: int
-    taps: tuple[int, ...]
-    linear: str
-    threads: int
 
 
 def rank_main(spec: RankSpec, pipe: connection.Connection) -> None:
@@ -150,10 +137,7 @@ class Stage:
 
     def _load(self, layout: str, checkpoint: Any, architecture: str, config: Any) -> Any:
         """The model with this rank's weights; the head is left to the parent, which has it whole."""
-        import transformers
-        from transformers.distributed.configuration_utils import DistributedConfig
-
-        kind = getattr(transformers, architecture)
+        kind = _CLASSES[architecture]
         with torch.device("meta"):
             model = kind(config)
         if self.pipeline:

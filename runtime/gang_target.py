@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention import Step
-from runtime.gang import Gang, new_folder
-from runtime.gang_rank import RankSpec
+from runtime.gang import Gang, RankSpec, new_folder
 from runtime.gang_step import RemotePool, from_bytes, pack
 from runtime.linear import Linear, LinearFactory
 from runtime.models import Checkpoint

@@ -11,6 +11,7 @@ import csv
 import importlib.metadata
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,10 +59,11 @@ class Installed:
 
 
 def find(name: str, site_packages: Path | None = None) -> Installed | None:
-    """The distribution as installed; None if it is not."""
-    site = site_packages or default_site_packages()
-    for found in importlib.metadata.distributions(name=name, path=[str(site)]):
-        return _described(found, site)
+    """The distribution as installed in `site_packages`, else where this interpreter imports from; None if it is not."""
+    path = [str(site_packages)] if site_packages is not None else [str(default_site_packages()), *sys.path]
+    for found in importlib.metadata.distributions(name=name, path=path):
+        folder = getattr(found, "_path", None)
+        return _described(found, Path(folder).parent if folder is not None else Path(path[0]))
     return None
 
 

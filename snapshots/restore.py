@@ -97,7 +97,6 @@ def plan(
 
     Files patched now that the snapshot has as their wheel's go back to the wheel's content.
     """
-    site = site_packages or installed.default_site_packages()
     wanted = tuple(patches)
     states = {state.package: state for state in packages}
     for patch in wanted:
@@ -105,6 +104,7 @@ def plan(
             states[patch.package] = PackageState(
                 package=patch.package, version=patch.version, install="wheel"
             )
+    site = site_packages or _common_site(states)
     now = examine(states, site_packages=site, originals=originals, hashes=hashes)
     planned = []
     for state in states.values():
@@ -112,6 +112,12 @@ def plan(
         ours = tuple(each for each in now.patches if each.package == state.package)
         planned.append(_planned(state, theirs, ours, site))
     return RestorePlan(site, tuple(planned))
+
+
+def _common_site(packages: Iterable[str]) -> Path:
+    """Where this interpreter has the packages; one restore writes to one folder, the first one's."""
+    found = (installed.find(name) for name in packages)
+    return next((each.site_packages for each in found if each is not None), installed.default_site_packages())
 
 
 def _planned(

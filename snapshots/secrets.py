@@ -7,55 +7,74 @@ fields, and from nothing else. Numbers, switches, references to a variable and c
 from __future__ import annotations
 
 import re
+import string
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from snapshots.content import REDACTED
 
-_NAMES = (
-    r"(?:[A-Za-z0-9]+[_-])*"
-    r"(?:api[_-]?key|key|token|secret|password|passwd|passphrase|credentials?|auth)"
-    r"(?:[_-](?:key|id|value|secret))?"
-)
-_NAMED = re.compile(
-    rf"(?:(?P<flag>--)|(?<![A-Za-z0-9_.-]))(?P<field>{_NAMES})(?![A-Za-z0-9_-])[\"']?"
+FIELD_CHARS = 200
+"""Most characters before a value that say whose it is."""
+
+_KEYWORD = re.compile(r"key|token|secret|passw(?:or)?d|passphrase|credentials?|auth", re.IGNORECASE)
+_AFTER = re.compile(
+    r"(?:[_-](?:key|token|value|secret))?(?![A-Za-z0-9_-])[\"']?"
     r"(?:(?P<sep>[ \t]*[=:][ \t]*|[ \t]+is[ \t]+)|[ \t]+)"
-    r"(?P<quote>[\"']?)(?P<value>[^\s\"']+)",
+    r"(?:\"(?P<double>[^\"\n]+)|'(?P<single>[^'\n]+)|(?P<bare>[^\s\"']+))",
     re.IGNORECASE,
 )
-_SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
+_NAME_CHARS = string.ascii_letters + string.digits + "_-"
+_OWNER = re.compile(
+    r"([A-Za-z0-9_-]*(?:key|token|secret|passw(?:or)?d|passphrase|credentials?|auth|value))[\"']?"
+    r"(?:[ \t]*[=:][ \t]*|[ \t]+(?:is[ \t]+)?)[\"']?$",
+    re.IGNORECASE,
+)
+_SHAPES: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
     (
         "private key",
+        ("PRIVATE KEY-----",),
         re.compile(
             r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:.*?-----END [A-Z0-9 ]*PRIVATE KEY-----|.*)", re.DOTALL
         ),
     ),
-    ("GitHub token", re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{22,})")),
-    ("GitLab token", re.compile(r"\bglpat-[A-Za-z0-9_-]{16,}")),
-    ("Hugging Face token", re.compile(r"\bhf_[A-Za-z0-9]{20,}")),
-    ("API key", re.compile(r"\bsk-[A-Za-z0-9_-]{20,}")),
-    ("Slack token", re.compile(r"\bxox[abeprs]-[A-Za-z0-9-]{10,}")),
-    ("AWS access key", re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-    ("Google API key", re.compile(r"\bAIza[A-Za-z0-9_-]{35}")),
-    ("JSON web token", re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}")),
-    ("bearer token", re.compile(r"\bbearer\s+(?P<value>[A-Za-z0-9._~+/=-]{16,})", re.IGNORECASE)),
-    ("password in a URL", re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]*:(?P<value>[^\s/@<]+)@")),
+    ("GitHub token", ("gh", "github_pat_"), re.compile(r"\b(?:gh[pousr]|github_pat)_[A-Za-z0-9_]{20,}")),
+    ("GitLab token", ("glpat-",), re.compile(r"glpat-[A-Za-z0-9_-]{16,}")),
+    ("Hugging Face token", ("hf_",), re.compile(r"hf_(?=[A-Za-z]{0,60}\d)[A-Za-z0-9]{24,}")),
+    ("API key", ("sk-",), re.compile(r"sk-(?=[A-Za-z_-]{0,60}\d)[A-Za-z0-9_-]{20,}")),
+    ("Slack token", ("xox",), re.compile(r"xox[abeprs]-[A-Za-z0-9-]{10,}")),
+    ("AWS access key", ("AKIA", "ASIA"), re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
+    ("Google API key", ("AIza",), re.compile(r"AIza[A-Za-z0-9_-]{35}")),
+    (
+        "JSON web token",
+        ("eyJ",),
+        re.compile(r"\beyJ[A-Za-z0-9_-]{8,200}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"),
+    ),
+    (
+        "bearer token",
+        ("earer ", "EARER "),
+        re.compile(r"[Bb](?:earer|EARER) +(?=[^\s\d]{0,60}\d)(?P<value>[A-Za-z0-9._~+/=-]{16,})"),
+    ),
+    ("password in a URL", ("://",), re.compile(r"://[^\s/:@\"']{0,100}:(?P<value>[^\s/@<{$\"']{1,200})@")),
 )
-_OWNER = re.compile(rf"({_NAMES})[\"']?(?:[ \t]*[=:][ \t]*|[ \t]+(?:is[ \t]+)?)[\"']?$", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(rf"(?:^|.*_)(?:{_NAMES})$", re.IGNORECASE)
-_NO_SECRET = re.compile(
-    r"""(?x)
+"""What it is, words without which it is not there, and the shape."""
+_SURE = re.compile(
+    r"(?i:.*(?:passw(?:or)?d|passphrase|secret|credentials?|(?:api|access|secret|private|auth)[_-]?key"
+    r"|(?:api|access|auth|bearer|refresh|hf|hub)[_-]?token))"
+)
+"""Names that stand for nothing but a secret."""
+_NO_VALUE = re.compile(
+    r"""(?xi)
     [-+]?[0-9.]{1,8}                               # a number
     | (?:true|false|none|null|yes|no|on|off|auto)  # a switch
     | [$%{<(\[].*                                  # a variable, a placeholder, a mark
-    | .*[(\[{}\])].*                               # code
-    | [A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+,?;?          # an attribute
     | (?:\.{0,2}/|~/).*                            # a path
-    | [*x.]+ | (?:change|replace)[_-]?me | your[_-].* | example.*
-    """,
-    re.IGNORECASE,
+    | [*x.]+ | (?:change|replace)[_-]?me | your[_-].* | example.* | (?:my[_-])?(?:api[_-])?(?:key|token)
+    | empty | dummy.* | test | password | secret | str(?:ing)?,?
+    """
 )
+_CODE = re.compile(r".*[(\[{}\])].*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+,?;?")
+_RANDOM = re.compile(r"(?=(?:\D*\d){2})(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/=_-]{20,}")
 
 
 class SecretMissing(Exception):
@@ -140,14 +159,15 @@ def fill(text: str, live: str, name: str) -> str:
 def _spans(text: str) -> list[_Span]:
     """What looks like a secret, in order, without overlaps; the more certain shapes win."""
     found: list[_Span] = []
-    for what, shape in _SHAPES:
-        for match in shape.finditer(text):
-            start, end = match.span("value" if "value" in shape.groupindex else 0)
-            found.append(_Span(start, end, _field(text[:start]), what))
-    for match in _NAMED.finditer(text):
-        if _named_secret(match):
-            start, end = match.span("value")
-            found.append(_Span(start, end, _field(text[:start]), f"value of {match['field']}"))
+    for what, words, shape in _SHAPES:
+        if any(word in text for word in words):
+            for match in shape.finditer(text):
+                start, end = match.span("value" if "value" in shape.groupindex else 0)
+                found.append(_Span(start, end, _field(_before(text, start)), what))
+    for keyword in _KEYWORD.finditer(text):
+        span = _named_secret(text, keyword)
+        if span is not None:
+            found.append(span)
     covered = [match.span() for match in re.finditer(re.escape(REDACTED), text)]
     kept: list[_Span] = []
     for span in found:
@@ -158,24 +178,47 @@ def _spans(text: str) -> list[_Span]:
     return sorted(kept, key=lambda span: span.start)
 
 
+def _before(text: str, place: int) -> str:
+    return text[max(place - FIELD_CHARS, 0) : place]
+
+
 def _field(before: str) -> str:
     """What the value after `before` belongs to: the name right before it, else the line's text up to it."""
-    line = before[before.rfind("\n") + 1 :]
+    line = before[-FIELD_CHARS:].rpartition("\n")[2]
     owner = _OWNER.search(line)
-    return owner[1] if owner else line.strip()
+    return owner[1].lstrip("-") if owner else line.strip()
 
 
-def _named_secret(match: re.Match[str]) -> bool:
-    """Whether the value beside a telling name is one: a literal, not code, a number or a reference."""
-    value, field = match["value"], match["field"]
-    if not (match["sep"] or match["flag"]) or _NO_SECRET.fullmatch(value):
-        return False
-    if match["quote"] or field.isupper() or match["flag"]:
+def _named_secret(text: str, keyword: re.Match[str]) -> _Span | None:
+    """The value beside a telling name if it is one: a literal, not code, a number or a reference."""
+    after = _AFTER.match(text, keyword.end())
+    if after is None:
+        return None
+    start, end = next(after.span(name) for name in ("double", "single", "bare") if after[name])
+    before = _before(text, keyword.start())
+    name = before[len(before.rstrip(_NAME_CHARS)) :] + text[keyword.start() : start]
+    full = re.split(r"[\s\"'=:]", name, maxsplit=1)[0]
+    field = full.lstrip("-")
+    value, separator, quoted = text[start:end], after["sep"], after["bare"] is None
+    if (separator is None and not full.startswith("--")) or _NO_VALUE.fullmatch(value):
+        return None
+    if not _is_secret_value(field, value, separator, quoted, full.startswith("--")):
+        return None
+    return _Span(start, end, _field(_before(text, start)), f"value of {field}")
+
+
+def _is_secret_value(field: str, value: str, separator: str | None, quoted: bool, is_flag: bool) -> bool:
+    sure = bool(_SURE.fullmatch(field))
+    if (is_flag and field not in ("key", "auth")) or (separator == "=" and field.isupper() and "_" in field):
         return len(value) >= 4
+    if _CODE.fullmatch(value):
+        return False
+    if not sure:
+        return bool(_RANDOM.fullmatch(value))
     # A bare value of a name in small letters is prose or code, where secrets have digits and words have few.
-    shortest = 16 if field.lower() in ("key", "token", "auth") else 6
-    return len(value) >= shortest and any(char.isdigit() for char in value)
+    return len(value) >= 4 if quoted else len(value) >= 6 and any(char.isdigit() for char in value)
 
 
 def _is_secret_variable(name: str, value: str) -> bool:
-    return bool(_SECRET_VARIABLE.match(name)) and bool(value) and not _NO_SECRET.fullmatch(value)
+    last = re.split("[_-]", name.lower())[-1]
+    return bool(value) and bool(_KEYWORD.fullmatch(last)) and not _NO_VALUE.fullmatch(value)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Input, TextArea
 
-from console.ask_dialogs import SaveDialog, SettingsDialog, TokensDialog
+from console.ask_dialogs import SettingsDialog, TokensDialog, TranscriptDialog
 from console.ask_settings import AskSettings, parse, stop_strings, stop_text
 from console.compare_screen import CompareScreen
 from console.prompt_input import PromptInput
@@ -133,7 +133,7 @@ async def test_w_saves_the_conversation_and_touches_no_file_that_exists(home: Pa
         taken = home / f"talk.{ending}"
         taken.write_text("mine")
         await driven.press("w")
-        assert isinstance(driven.app.screen, SaveDialog)
+        assert isinstance(driven.app.screen, TranscriptDialog)
         box = driven.app.screen.query_one(Input)
         for wrong, words in (
             ("", "a file name is needed"),

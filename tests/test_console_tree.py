@@ -59,7 +59,7 @@ async def test_the_tree_of_the_newest_request_is_shown_and_followed(size: tuple[
         first = driven.app.tree.shown
         await driven.until(lambda: driven.app.tree.shown.round_index > first.round_index + 2, "newer rounds")
         shown = driven.shown()
-        assert "request fake-1 of local" in shown and "11 of budget 11 used" in shown
+        assert "request fake-1 of " in shown and "11 of budget 11 used" in shown
         assert "✓" in shown and "►" in shown and "bonus: the target's own choice" in shown
 
 

@@ -24,7 +24,9 @@ from runtime.interface import (
 from runtime.local import LocalRuntime
 
 Start = Callable[..., Any]
-LONG: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True}
+EVERY = 12
+"""Tokens between two changes in the middle of a stream."""
 
 
 @pytest.fixture
@@ -52,13 +54,13 @@ async def apply(runtime: LocalRuntime, change: dict[str, Any]) -> ChangeReport:
 async def through(
     runtime: LocalRuntime, request: GenerateRequest, *changes: dict[str, Any]
 ) -> tuple[list[Any], list[ChangeReport]]:
-    """The events of `request` with each change applied in the middle of it, one every 20 tokens."""
+    """The events of `request` with each change applied in the middle of it."""
     events, reports, tokens = [], [], 0
     waiting = list(changes)
     async for event in runtime.generate(request):
         events.append(event)
         tokens += len(event.pieces) if isinstance(event, TokensEmitted) else 0
-        if waiting and tokens >= 20 * (1 + len(reports)):
+        if waiting and tokens >= EVERY * (1 + len(reports)):
             reports.append(await apply(runtime, waiting.pop(0)))
     return events, reports
 

@@ -27,6 +27,10 @@ TOKEN = "hf_" + "Ab3" * 12
         "ghp_" + "a1" * 18,
         "AKIA" + "ABCD1234" * 2,
         "sk-proj-" + "a1B2" * 8,
+        'export HF_TOKEN="whatever-it-is"',
+        '"secret": "a b c d"',
+        "ExecStart=/venv/bin/serve --hf-token correct-horse",
+        "key: " + "aB3d" * 6,
     ],
 )
 def test_a_secret_is_found_on_its_line_and_marked_out(line: str) -> None:
@@ -58,6 +62,14 @@ def test_a_secret_is_found_on_its_line_and_marked_out(line: str) -> None:
         "#1 best: 97.9 tok/s, accept length 3.5-4.0 (block 8, taps 1,12,24)",
         "commit 0123456789abcdef0123456789abcdef01234567 works",
         "the token 29889 is a full stop",
+        'api_key="EMPTY", base_url=url',
+        'key = "text_config"',
+        'subconfig_key = "vision_config"; position_key: "position_ids"',
+        'EOS_TOKEN = "</s>"; PAD_TOKEN = "pad"; BOS_TOKEN = "[BOS]"',
+        'key = "model.layers.12.self_attn.q_proj.weight"',
+        "hf_quantizer_with_a_very_long_name_indeed = hf_configuration_utilities()",
+        "sk-learn-style-names-are-no-keys-at-all",
+        "http://localhost:30000/v1/chat@example and https://{user}:{password}@host",
         "def attend(key: float32, token: layer12) -> float32:",
     ],
 )
