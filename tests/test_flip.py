@@ -49,7 +49,9 @@ async def start(pairs: dict[str, tuple[Path, Path]]) -> AsyncIterator[Start]:
     made: list[LocalRuntime] = []
 
     async def one(family: str = "llama", **settings: Any) -> LocalRuntime:
-        config = tiny_config(*pairs[family], **({"max_seq_len": 400, "rebuild_drain": 0} | settings))
+        target, drafter = pairs[family]
+        fields = {"model": str(target), "drafter": str(drafter), "max_seq_len": 400, "rebuild_drain": 0}
+        config = tiny_config(target, **(fields | settings))
         made.append(LocalRuntime(config))
         await made[-1].wait_ready()
         return made[-1]
@@ -190,10 +192,16 @@ async def test_a_rank_that_is_lost_while_it_loads_leaves_the_old_layout(start: S
     assert (await collect(runtime, ask(**LONG)))[-1].reason == "length"
 
 
-async def test_layouts_flip_by_key_while_text_streams(start: Start) -> None:
+async def test_layouts_flip_by_key_while_text_streams(start: Start, tmp_path: Path) -> None:
     resource_tracker.ensure_running()  # as the console does before Textual takes stderr
-    runtime = await start(max_tokens=900, max_seq_len=1024, mode="off")
-    prompt, alone = await long_prompt(runtime)
+    endless = write_target(tmp_path / "endless", eos_token_id=None)
+    (endless / "generation_config.json").write_text("{}")
+    runtime = await start(
+        model=str(endless), drafter="none", max_tokens=900, max_seq_len=1024, prefix_reuse=False
+    )
+    prompt = "a"
+    request = GenerateRequest(messages=({"role": "user", "content": prompt},))
+    alone = (await collect(runtime, request))[-1]
     async with console(runtime) as driven:
         await driven.ask(prompt)
         await driven.streaming()
@@ -209,16 +217,6 @@ async def test_layouts_flip_by_key_while_text_streams(start: Start) -> None:
         await settle(lambda: driven.turn.ended, 120)
         assert driven.turn.stats.continued == "continued under single: near-ties may differ"
         assert alone.text.startswith("".join(piece.text for piece in driven.turn.pieces))
-
-
-async def long_prompt(runtime: LocalRuntime) -> tuple[str, RequestFinished]:
-    """A prompt that the model answers at length, and the answer."""
-    for word in ("a", "b", "c", "d", "e", "f", "g", "h"):
-        messages = ({"role": "user", "content": word},)
-        end = (await collect(runtime, GenerateRequest(messages=messages)))[-1]
-        if end.stats.output_tokens == 900:
-            return word, end
-    raise AssertionError("no prompt has a long answer")
 
 
 async def layout_is(runtime: LocalRuntime, layout: str) -> bool:
