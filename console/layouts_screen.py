@@ -11,7 +11,6 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 
-from console.figures import plain_baseline
 from console.formats import clean_line
 from console.frame import ConsoleScreen, Panel, View
 from console.layouts_view import (
@@ -24,6 +23,7 @@ from console.layouts_view import (
     prediction_text,
     ranking_text,
 )
+from console.verdict import measured
 from layouts.plan import LayoutPlan
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -69,8 +69,10 @@ class LayoutsScreen(ConsoleScreen):
         self._failure = ""
         self._load = 0
         self._every = False
-        self._accept: float | None = None
-        self._name = ""
+        self._accept: tuple[str, float] | None = None
+        """Mode and the accept length measured in it when the ranking was asked for."""
+        self._titles: dict[str, str] = {}
+        self._chosen = ""
         """The selected layout; empty: none was chosen yet."""
 
     def body(self) -> list[Widget]:
@@ -94,7 +96,7 @@ class LayoutsScreen(ConsoleScreen):
 
     @property
     def _index(self) -> int:
-        return 0 if self._ranking is None else self._ranking.index_of(self._name)
+        return 0 if self._ranking is None else self._ranking.index_of(self._chosen)
 
     def show(self, view: View) -> None:
         self._view = view
@@ -110,13 +112,11 @@ class LayoutsScreen(ConsoleScreen):
         config, host = view.config, view.host
         if not config or host is None:
             return None
-        measured = view.figures.accept_mean
-        if self._accept is None and measured is not None:
-            self._accept = round(measured, 1)
+        accept = self._accept_length(str(config.get("mode")), view.figures.accept_mean)
         described = view.description
         threads = described.threads if described is not None else config.get("threads")
         setting = view.figures.setting
-        baseline = plain_baseline(view.status.baselines) if view.status is not None else None
+        baseline = measured(view.status.baselines, "off") if view.status is not None else None
         on_cpu = str(config.get("device", "auto")) == "cpu"
         return Asked(
             model=str(config.get("model")),
@@ -126,7 +126,7 @@ class LayoutsScreen(ConsoleScreen):
             threads=threads,
             gpus=() if on_cpu else tuple((gpu.name, gpu.memory_total) for gpu in host.gpus),
             memory=host.memory_total,
-            accept_length=self._accept if config.get("mode") != "off" else None,
+            accept_length=accept,
             concurrency=LOADS[self._load],
             context=CONTEXT,
             every=self._every,
@@ -135,14 +135,22 @@ class LayoutsScreen(ConsoleScreen):
             attached=view.place.attached_to is not None,
         )
 
+    def _accept_length(self, mode: str, measured: float | None) -> float | None:
+        """The one measured in `mode` when it was first needed, so that a ranking does not move with every round."""
+        if self._accept is not None and self._accept[0] != mode:
+            self._accept = None
+        if self._accept is None and measured is not None and mode != "off":
+            self._accept = mode, round(measured, 1)
+        return self._accept[1] if self._accept is not None else None
+
     async def _rank(self, asked: Asked) -> None:
         try:
             self._ranking = await asyncio.to_thread(make_ranking, asked)
             self._failure = ""
         except Exception as error:  # a damaged file or a full disk is told on the screen
             self._failure = clean_line(str(error) or type(error).__name__)
-        if self._ranking is not None and not self._name and self._ranking.plans:
-            self._name = self._ranking.plans[0].preset.name
+        if self._ranking is not None and not self._chosen and self._ranking.plans:
+            self._chosen = self._ranking.plans[0].preset.name
         self._paint()
 
     def _paint(self) -> None:
@@ -156,7 +164,7 @@ class LayoutsScreen(ConsoleScreen):
         rows = ROWS_TALL if self.has_class("-tall") else ROWS_SHORT
         rows = max(1, min(rows, len(ranking.plans)))
         first = min(max(self._index - rows // 2, 0), max(len(ranking.plans) - rows, 0))
-        panel.border_title = self._title(ranking)
+        self._put_title(panel, self._title(ranking))
         now = str(self._view.config.get("layout", ""))
         text = ranking_text(ranking, self._index, first, rows, width, now)
         for problem in (*ranking.problems, *([self._failure] if self._failure else [])):
@@ -166,10 +174,17 @@ class LayoutsScreen(ConsoleScreen):
         if plan is None:
             return
         prediction = self.query_one("#prediction", Panel)
-        prediction.border_title = f"{plan.preset.name}: {plan.preset.title} ({plan.origin})"
+        self._put_title(prediction, f"{plan.preset.name}: {plan.preset.title} ({plan.origin})")
         prediction.put(prediction_text(plan, ranking.asked.concurrency))
         self.query_one("#memory", Panel).put(memory_text(plan, width))
         self.query_one("#evidence", Panel).put(evidence_text(plan))
+
+    def _put_title(self, panel: Panel, title: str) -> None:
+        """Titles a panel with text from files, which must not count as markup; only if it differs."""
+        title = clean_line(title)
+        if self._titles.get(str(panel.id)) != title:
+            self._titles[str(panel.id)] = title
+            panel.border_title = Text(title)  # type: ignore[assignment]
 
     def _title(self, ranking: Ranking) -> str:
         which = "all layouts" if self._every else "layouts for this host"
@@ -187,7 +202,7 @@ class LayoutsScreen(ConsoleScreen):
     def action_move(self, rows: int) -> None:
         if self._ranking is not None and self._ranking.plans:
             index = min(max(self._index + rows, 0), len(self._ranking.plans) - 1)
-            self._name = self._ranking.plans[index].preset.name
+            self._chosen = self._ranking.plans[index].preset.name
             self.query_one("#layout_detail", VerticalScroll).scroll_home(animate=False)
             self._paint()
 

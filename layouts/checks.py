@@ -49,7 +49,7 @@ def tree_refusal(tree_budget: int, block_size: int) -> str | None:
 
 def label_of(shape: ModelShape | None, degrees: Degrees, engine: Engine) -> str:
     """As in TP8+EP8; a native tensor parallelism that splits only the MLP says so."""
-    if shape is None or not shares_of(shape, degrees, engine).partial:
+    if shape is None or degrees.ep > 1 or not shares_of(shape, degrees, engine).partial:
         return degrees.label
     return f"{degrees.label} (MLP only)"
 

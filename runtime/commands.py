@@ -1,4 +1,4 @@
-"""The commands that run the engine and answer on stdout: generate, bench, verify and config show.
+"""The commands that run the engine and answer on stdout: generate, verify and config show.
 
 Light on purpose, as `runtime.command_options`: the engine, and with it torch, loads when a command runs.
 """
@@ -80,61 +80,6 @@ def generate(
 
 
 @config_options(*ENGINE_OPTIONS, "top_p", "top_k")
-def bench(
-    resolved: "ResolvedConfig",
-    mode: Annotated[str, typer.Option(metavar="LIST", help="Speculation modes.")] = "off,chain,tree",
-    tree_budget: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Tree budgets; default: the configured or calibrated one."),
-    ] = None,
-    concurrency: Annotated[str, typer.Option(metavar="LIST", help="Requests at a time.")] = "1",
-    temperature: Annotated[str, typer.Option(metavar="LIST", help="Temperatures.")] = "0",
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
-    ] = None,
-    prompts_per_kind: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Built-in prompts of each kind; default: 8.")
-    ] = None,
-    repetitions: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Interleaved repetitions of each case.")
-    ] = 5,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Output tokens of each request.")] = 64,
-    json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
-) -> int:
-    """Compare the speed of modes, budgets, loads and temperatures.
-
-    Repetitions are interleaved, figures are medians; the last line is one JSON object.
-    """
-    budgets = _budgets(resolved.config, tree_budget)
-    at_once = numbers("--concurrency", concurrency, int)
-    for count in at_once:
-        resolved.config.changed({"max_concurrency": count})
-    temperatures = _temperatures(resolved.config, temperature)
-    modes = words("--mode", mode, MODES)
-    per_kind = _per_kind(prompts, prompts_per_kind)
-    config = resolved.config.changed({"max_concurrency": max(resolved.config.max_concurrency, *at_once)})
-    from runtime.bench import BenchPlan, run_bench
-
-    plan = BenchPlan(
-        config=_with_room(config, budgets),
-        modes=modes,
-        budgets=budgets,
-        concurrency=at_once,
-        temperatures=temperatures,
-        prompts=prompts,
-        prompts_per_kind=per_kind,
-        repetitions=repetitions,
-        max_tokens=max_tokens,
-    )
-    with ProgressLine() as progress:
-        report = run_bench(plan, progress=progress)
-    if not json:
-        print(report.table(), flush=True)
-    emit_json(report.to_json())
-    return 0
-
-
-@config_options(*ENGINE_OPTIONS, "top_p", "top_k")
 def verify(
     resolved: "ResolvedConfig",
     prompts: Annotated[
@@ -159,14 +104,14 @@ def verify(
 
     Every token of each mode must be the plain choice or a near-tie with it; exit 1 only for a real divergence.
     """
-    budgets = _budgets(resolved.config, tree_budget)
-    temperatures = _temperatures(resolved.config, temperature)
+    budgets = budgets_of(resolved.config, tree_budget)
+    temperatures = temperatures_of(resolved.config, temperature)
     modes = words("--mode", mode, MODES)
-    per_kind = _per_kind(prompts, prompts_per_kind)
+    per_kind = per_kind_of(prompts, prompts_per_kind)
     from runtime.verify import VerifyPlan, run_verify
 
     plan = VerifyPlan(
-        config=_with_room(resolved.config, budgets),
+        config=with_room(resolved.config, budgets),
         modes=modes,
         budgets=budgets,
         temperatures=temperatures,
@@ -232,7 +177,7 @@ def _request(prompt: str, raw: bool, sampling: dict[str, Any]) -> "GenerateReque
         raise RequestRejected(refused.line(), refused.field) from None
 
 
-def _budgets(config: "RuntimeConfig", text: str | None) -> tuple[int, ...]:
+def budgets_of(config: "RuntimeConfig", text: str | None) -> tuple[int, ...]:
     """The listed budgets, each within what a configuration allows; () = the configured or calibrated one."""
     budgets = () if text is None else numbers("--tree-budget", text, int)
     for budget in budgets:
@@ -240,14 +185,14 @@ def _budgets(config: "RuntimeConfig", text: str | None) -> tuple[int, ...]:
     return budgets
 
 
-def _temperatures(config: "RuntimeConfig", text: str) -> tuple[float, ...]:
+def temperatures_of(config: "RuntimeConfig", text: str) -> tuple[float, ...]:
     temperatures = numbers("--temperature", text, float)
     for temperature in temperatures:
         config.changed({"temperature": temperature})
     return temperatures
 
 
-def _per_kind(prompts: Path | None, number: int | None) -> int:
+def per_kind_of(prompts: Path | None, number: int | None) -> int:
     if prompts is not None and number is not None:
         raise typer.BadParameter(
             "counts built-in prompts; leave it out with --prompts", param_hint="--prompts-per-kind"
@@ -255,7 +200,7 @@ def _per_kind(prompts: Path | None, number: int | None) -> int:
     return 8 if number is None else number
 
 
-def _with_room(config: "RuntimeConfig", budgets: tuple[int, ...]) -> "RuntimeConfig":
+def with_room(config: "RuntimeConfig", budgets: tuple[int, ...]) -> "RuntimeConfig":
     return config.changed({"max_tree_budget": max(config.max_tree_budget, *budgets)}) if budgets else config
 
 
@@ -309,13 +254,13 @@ async def _generate(
 
     runtime = await open_runtime(config)
     try:
-        await _wait_ready(runtime)
+        await wait_ready(runtime)
         return await _answer(runtime, request, write)
     finally:
         await runtime.aclose()
 
 
-async def _wait_ready(runtime: "LocalRuntime") -> None:
+async def wait_ready(runtime: "LocalRuntime") -> None:
     """Wait until the engine can take requests, with the share loaded on a terminal."""
     ready = asyncio.ensure_future(runtime.wait_ready())
     with ProgressLine() as progress:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 
 from runtime.interface import ConfigRejected
 from runtime.native_layouts import Layout
-from runtime.rejection import kind_of, nearest, rejection
+from runtime.rejection import allowed, kind_of, nearest, rejection
 
 ENV_PREFIX = "DDTREE_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -167,6 +167,21 @@ LIVE_FIELDS = frozenset(
 EFFECTS: dict[str, Effect] = {
     name: "live" if name in LIVE_FIELDS else "rebuild" for name in RuntimeConfig.model_fields
 }
+
+
+def range_of(name: str) -> str:
+    """What a field takes, in words, such as "a whole number from 0 to 1024, or auto"."""
+    return (allowed(RuntimeConfig.model_fields[name], "auto") or "n/a").removeprefix("must be ")
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values of a field that has few of them, as text; empty for numbers and free text."""
+    kind, optional = kind_of(RuntimeConfig.model_fields[name])
+    if kind is bool:
+        return ("true", "false")
+    if get_origin(kind) is Literal:
+        return (*map(str, get_args(kind)), *(("auto",) if optional else ()))
+    return ()
 
 
 class ResolvedConfig(BaseModel):

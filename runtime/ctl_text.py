@@ -11,6 +11,7 @@ from runtime.interface import (
     ChangePlan,
     Description,
     HostSample,
+    JobProgress,
     LogLine,
     RequestStats,
     RoundStats,
@@ -120,6 +121,9 @@ def watch_line(event: WatchEvent) -> str | None:
                 f"{event.output_tokens} tokens, {_figure(event.tok_s)} tok/s, "
                 f"accept length {_figure(event.accept_length, 2)}"
             )
+        case JobProgress(job=job):
+            share = "" if job.progress is None or job.over else f" {job.progress:.0%}"
+            return clip(f"{_clock(time.time())} job {plain(job.id)} {job.state}{share}: {plain(job.text)}")
         case RoundStats() | HostSample() | RequestStats():
             return None
 

@@ -7,7 +7,7 @@ the thread that calls it.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -25,17 +25,14 @@ from runtime.interface import (
     RoundStats,
     RuntimeBusy,
     TokensEmitted,
-    TreeNode,
     TreeTrace,
 )
 from runtime.loader import Loaded
 from runtime.output import TextStream
-from runtime.round import Models, RoundResult, SequenceRound, decode_round, hand_over, prefill
+from runtime.round import Models, RoundResult, decode_round, hand_over, prefill
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
-
-TRACES_KEPT = 64
-"""Rounds whose trees are kept for a request."""
+from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
 
 Sink = Callable[[GenerateEvent], None]
 
@@ -46,7 +43,7 @@ class Running:
 
     ticket: Ticket
     sink: Sink
-    traces: deque[tuple[int, int, SequenceRound, int]]
+    traces: RequestTraces = field(default_factory=RequestTraces)
     accepts: Counter[int] = field(default_factory=Counter)
     """Decode rounds by accept length."""
     continued: str | None = None
@@ -65,9 +62,13 @@ class Engine:
         self.rounds = 0
         self.starts = True
         """False: what waits is not started."""
-        self.prefilled_tokens, self.prefill_s = 0, 0.0
         self._requests: dict[str, Running] = {}
+        self._ended = EndedTraces()
         self._serial = 0
+        self.prefilled_tokens, self.prefill_s = 0, 0.0
+        """Prompt tokens computed so far, and the seconds that took."""
+        self._told_prefill = (0, 0.0)
+        """Of these, what the rounds so far have told."""
 
     @property
     def models(self) -> Models:
@@ -93,6 +94,7 @@ class Engine:
         for running in released:
             ticket = running.ticket
             self._requests[ticket.request_id] = running
+            running.traces = RequestTraces()  # rounds are counted anew, tokens may have other names
             if ticket.progress is not None:
                 running.continued = continued
             try:
@@ -125,7 +127,7 @@ class Engine:
             raise RequestRejected(f"request_id: {request_id} is in use by a running request", "request_id")
         stream = TextStream(self.loaded.tokenizer, request.sampling.stop, admitted.stop_token_ids)
         ticket = Ticket(request_id, request, admitted, stream)
-        self._requests[request_id] = Running(ticket, sink, deque(maxlen=TRACES_KEPT))
+        self._requests[request_id] = Running(ticket, sink)
         self.scheduler.enqueue(ticket)
         return request_id
 
@@ -167,8 +169,10 @@ class Engine:
         for running, outcome, how, position in zip(
             batch, result.sequences, speculation, positions, strict=True
         ):
-            running.traces.append((self.rounds, position, outcome, how.tree_budget))
-            emitted.append(self._deliver(running, outcome.tokens, outcome.finish))
+            count = self._deliver(running, outcome.tokens, outcome.finish)
+            emitted.append(count)
+            ended = running.ticket.request_id not in self._requests
+            running.traces.add(TracedRound(self.rounds, position, outcome, how, count, ended))
         return self._round_stats(result, emitted)
 
     def catch_up(self, tick: Callable[[], object]) -> None:
@@ -198,10 +202,19 @@ class Engine:
         """Figures of all waiting and running requests."""
         return tuple(self.stats(running) for running in self._requests.values())
 
-    def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        """Draft trees of the last rounds of a running request, oldest first."""
+    def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of the last rounds, with an index above `after`, of a request that runs or ended lately."""
+        return tree_traces(self.traced(request_id, after), self.token_name)
+
+    def traced(self, request_id: str, after: int = 0) -> tuple[TracedRound, ...]:
+        """What `trace` is made of; cheap, and shaped elsewhere than in the engine's thread."""
         running = self._requests.get(request_id)
-        return () if running is None else tuple(self._tree(*trace) for trace in running.traces)
+        traces = self._ended.get(request_id) if running is None else running.traces
+        return () if traces is None else traces.since(after)
+
+    def token_name(self, token_id: int) -> str:
+        """The text of one token, special tokens by name."""
+        return self.loaded.tokenizer.decode([token_id], skip_special=False)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot leaked: free + used + kept = all."""
@@ -286,6 +299,7 @@ class Engine:
 
     def _close(self, running: Running, reason: FinishReason, error: str | None) -> None:
         del self._requests[running.ticket.request_id]
+        self._ended.keep(running.ticket.request_id, running.traces)
         end(running, self.stats(running, reason), error)
 
     def stats(self, running: Running, reason: FinishReason | None = None) -> RequestStats:
@@ -315,16 +329,21 @@ class Engine:
             accept_counts=tuple(
                 running.accepts[length] for length in range(max(running.accepts, default=-1) + 1)
             ),
+            age_s=time.perf_counter() - ticket.submitted_at,
+            last_token_age_s=None if reason else _span(ticket.last_token_at, time.perf_counter()),
             queue_s=_span(ticket.submitted_at, ticket.started_at),
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if decode_s else None,
+            finished_at_s=time.time() if reason else None,
             plain_reason=how.reason,
             continued=running.continued,
         )
 
     def _round_stats(self, result: RoundResult, emitted: list[int]) -> RoundStats:
         how = self.speculation(None, None)
+        tokens, seconds = self._told_prefill
+        self._told_prefill = self.prefilled_tokens, self.prefill_s
         return RoundStats(
             index=self.rounds,
             time_s=time.time(),
@@ -338,29 +357,8 @@ class Engine:
             stage_s=result.stage_s,  # type: ignore[arg-type]
             slots_used=self.scheduler.slots_used,
             slots_total=self.models.cache.slots,
-        )
-
-    def _tree(self, index: int, position: int, outcome: SequenceRound, budget: int) -> TreeTrace:
-        name = self.loaded.tokenizer.decode
-        path = set(outcome.path)
-        bonus = outcome.tokens[-1].token_id
-        return TreeTrace(
-            round_index=index,
-            position=position,
-            nodes=tuple(
-                TreeNode(
-                    token_id=token_id,
-                    text=name([token_id], skip_special=False),
-                    parent=parent,
-                    depth=depth,
-                    log_prob=log_prob,
-                    accepted=i in path,
-                )
-                for i, (token_id, parent, depth, log_prob) in enumerate(outcome.nodes)
-            ),
-            bonus_token_id=bonus,
-            bonus_text=name([bonus], skip_special=False),
-            tree_budget=budget,
+            prefill_tokens=self.prefilled_tokens - tokens,
+            prefill_s=self.prefill_s - seconds,
         )
 
 

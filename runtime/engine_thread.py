@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +31,7 @@ from runtime.interface import (
     StatusChanged,
     WatchEvent,
 )
-from runtime.logs import LOGGER, set_level, start_logging
+from runtime.logs import LOGGER, set_level, start_logging, unwatch_log, watch_log
 from runtime.rebuild import (
     TICK_S,
     Built,
@@ -69,9 +69,15 @@ RETRY_AFTER_S = {EngineState.LOADING: 5.0, EngineState.REBUILDING: 5.0, EngineSt
 class EngineThread:
     """An engine in a thread of its own: it loads, obeys commands between rounds, decodes, and is rebuilt."""
 
-    def __init__(self, config: RuntimeConfig, degraded: str | None = None) -> None:
-        """`degraded`: why `config` is not the configuration that was asked for, if it is not."""
+    def __init__(
+        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+    ) -> None:
+        """`degraded`: why `config` is not the configuration that was asked for, if it is not.
+
+        `origins`: field to where its value came from, as far as that is known.
+        """
         self._config = config
+        self._origins = dict(origins or {})
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._watchers: list[Watcher] = []
         self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
@@ -130,6 +136,7 @@ class EngineThread:
         """After a failed load: loads `config` instead, and serves it as degraded with `reason`."""
         self._thread.join()
         self._config, self._degraded = config, reason
+        self._origins = dict.fromkeys(type(config).model_fields, "last good configuration")
         self._settled.clear()
         self._set_progress(0.0, "starting with another configuration")
         self._thread = self._engine_thread()
@@ -171,6 +178,13 @@ class EngineThread:
     def _run(self) -> None:
         """The engine's thread: load, then commands and steps until closed."""
         start_logging(self._config.log_level)
+        watched = watch_log(self._publish)
+        try:
+            self._work()
+        finally:
+            unwatch_log(watched)
+
+    def _work(self) -> None:
         try:
             self._use(build(self._config, None, self._set_progress), self._config)
         except Exception as failure:  # whatever it is, it is stated and ends the engine
@@ -295,6 +309,7 @@ class EngineThread:
         set_level(self._config.log_level)
         self._revision += 1
         self._history = recorded(self._history, plan, self._revision, order.author)
+        self._origins |= {each.field: f"changed by {order.author}" for each in plan.changes}
         self._set_state(self._state, self._reason)
         return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary, **figures)
 
@@ -350,7 +365,7 @@ class EngineThread:
 
     def _survive(self, engine: Engine, what: str, failure: Exception) -> None:
         """Ends all requests with the reason why `what` failed, and says it; the engine's thread goes on."""
-        LOGGER.error("%s failed", what, exc_info=failure)
+        LOGGER.error("%s failed", what, exc_info=failure, extra={"watched": False})
         reason = " ".join(f"{what} failed: {type(failure).__name__}: {failure}".split())
         self._say_error(reason)
         engine.cancel_all(reason, "error")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ from runtime.interface import (
     EngineState,
     GenerateEvent,
     GenerateRequest,
+    Job,
     RequestFinished,
     RequestStats,
     RuntimeBusy,
@@ -34,6 +35,9 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_kinds import ENGINE_JOBS
+from runtime.jobs import Jobs
+from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
 from runtime.rebuild import (
     Order,
@@ -42,10 +46,11 @@ from runtime.rebuild import (
     outage,
     refusals,
 )
+from runtime.traces import tree_traces
 from runtime.watching import Watcher
 
 if TYPE_CHECKING:
-    pass
+    from runtime.config import RuntimeConfig
 
 T = TypeVar("T")
 
@@ -55,13 +60,21 @@ BUSY_RETRY_AFTER_S = 10.0
 class LocalRuntime(EngineThread):
     """Runtime over an engine thread."""
 
+    def __init__(
+        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+    ) -> None:
+        """As `EngineThread`."""
+        super().__init__(config, degraded, origins)
+        self._last_good = LastGood()
+        self.job_board = Jobs(self, ENGINE_JOBS, self._publish, self._call)
+
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)
 
     async def status(self) -> Status:
         engine = self._engine
         scheduler, parked = engine.scheduler if engine else None, self._parked
-        config = self._config.model_dump()
+        config, good = self._config.model_dump(), self._last_good.recall()
         if engine is not None and config["tree_budget"] is None:
             config["tree_budget"] = engine.default_budget
         return Status(
@@ -80,6 +93,8 @@ class LocalRuntime(EngineThread):
             calibration=self._calibration,
             errors=self._errors,
             history=self._history,
+            origins=self._origins,
+            last_good=good.model_dump() if good else None,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -161,8 +176,9 @@ class LocalRuntime(EngineThread):
         running = await self._call(lambda engine: engine.requests()) if self._state in UP else ()
         return running + tuple(reversed(self._finished))
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        return await self._call(lambda engine: engine.trace(request_id))
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        name, rounds = await self._call(lambda engine: (engine.token_name, engine.traced(request_id, after)))
+        return await asyncio.to_thread(tree_traces, rounds, name)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
         status, config = await self.status(), self._config
@@ -190,6 +206,8 @@ class LocalRuntime(EngineThread):
             )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
+        if self.job_board.holder and any(each.effect == "rebuild" for each in plan.changes):
+            raise ConfigRejected(f"no rebuild now: {self.job_board.holder}; wait for it or cancel it")
         answer: Future[ChangeReport] = Future()
         await self._call(lambda _: self._take_order(plan, revision, author, answer))
         return await asyncio.wrap_future(answer)
@@ -238,7 +256,19 @@ class LocalRuntime(EngineThread):
     def _unfinished(self) -> bool:
         return self._parked is not None or (self._engine is not None and self._engine.busy)
 
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str:
+        return await self.job_board.start(kind, parameters or {}, author)
+
+    async def cancel_job(self, job_id: str) -> bool:
+        return self.job_board.cancel(job_id)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return self.job_board.all()
+
     async def aclose(self) -> None:
+        await self.job_board.close()
         self._closing.set()
         self._commands.put(None)
         while self._thread.is_alive():

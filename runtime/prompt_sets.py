@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,19 @@ def read_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
 def bundled_prompts(per_kind: int) -> dict[str, list[dict[str, Any]]]:
     """The first `per_kind` bundled prompts of each kind: maths, code, chat."""
     return {path.stem: read_prompts(path, per_kind) for path in sorted(BUNDLED.glob("*.jsonl"))}
+
+
+def mixed_prompts(per_kind: int) -> list[dict[str, Any]]:
+    """The bundled prompts with their kinds in turn, so that any stretch of them holds every kind."""
+    kinds = bundled_prompts(per_kind).values()
+    return [prompt for row in itertools.zip_longest(*kinds) for prompt in row if prompt is not None]
+
+
+def random_prompts(low: int, high: int, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """`count` prompts of `low` to `high` random words of the bundled prompts; the same for the same seed."""
+    draws = random.Random(seed)
+    words = sorted({word for prompt in mixed_prompts(8) for word in str(prompt.get("prompt", "")).split()})
+    return [{"prompt": " ".join(draws.choices(words, k=draws.randint(low, high)))} for _ in range(count)]
 
 
 def _prompt(line: str, where: str) -> dict[str, Any]:

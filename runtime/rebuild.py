@@ -26,13 +26,13 @@ from runtime.interface import (
     RequestStats,
     RuntimeFault,
     RuntimeUnavailable,
-    TreeTrace,
 )
 from runtime.logs import LOGGER, log_place
 
 if TYPE_CHECKING:
     from runtime.calibrate import Calibration
     from runtime.engine import Engine, Running, Sink
+    from runtime.traces import TracedRound
 
 FINISH_FIRST = frozenset({"model", "max_seq_len", "kv_slots"})
 """Fields whose change a request cannot live through: those accepted before finish under the old value."""
@@ -222,8 +222,11 @@ class Parked:
     def requests(self) -> tuple[RequestStats, ...]:
         return tuple(self._stats[name] for name in self._requests)
 
-    def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
+    def traced(self, request_id: str, after: int = 0) -> tuple[TracedRound, ...]:
         return ()
+
+    def token_name(self, token_id: int) -> str:
+        return ""
 
     def withdraw(self, request_id: str) -> bool:
         running = self._requests.get(request_id)

@@ -26,6 +26,9 @@ COMMANDS = (
     "serve",
     "service",
     "model",
+    "doctor",
+    "tune",
+    "report",
     "train-drafter",
 )
 

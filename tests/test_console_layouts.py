@@ -214,6 +214,15 @@ async def test_without_an_accept_length_plain_decoding_is_predicted_and_with_one
         await driven.until(lambda: "as measured here" in driven.text("#prediction"), "the measured one")
 
 
+async def test_text_from_a_file_cannot_style_the_screen(own_folders: Path) -> None:
+    folder = own_folders / "config" / "ddtree" / "layouts"
+    folder.mkdir(parents=True)
+    (folder / "a.toml").write_text('name = "single"\ntitle = "[red]x[/red] [/"\nengine = "native"\n')
+    async with layouts(size=(120, 40)) as driven:
+        await driven.pilot.pause()
+        assert "single: [red]x[/red] [/ (user file" in driven.shown()
+
+
 async def test_a_wrong_file_of_the_user_is_named_on_the_screen(own_folders: Path) -> None:
     folder = own_folders / "config" / "ddtree" / "layouts"
     folder.mkdir(parents=True)

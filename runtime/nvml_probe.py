@@ -1,0 +1,115 @@
+"""What the NVIDIA driver says of its GPUs, printed as JSON by a process of its own, which may hang without harm.
+
+Run as a script by `runtime.host_probe`; needs nothing but the standard library and nvidia-ml-py. It starts no CUDA
+context: NVML talks to the driver alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+THROTTLES = {
+    "SwPowerCap": "power cap",
+    "HwSlowdown": "hardware slow-down",
+    "SwThermalSlowdown": "thermal limit (software)",
+    "HwThermalSlowdown": "thermal limit (hardware)",
+    "HwPowerBrakeSlowdown": "power brake",
+}
+"""Clock-throttle reasons of NVML that mean trouble, in words; idle and application clocks are none."""
+
+
+def main() -> None:
+    print(json.dumps(probe()))
+
+
+def probe() -> dict[str, Any]:
+    """Driver and GPUs as `runtime.host_probe.Driver` has them; `error` names the NVML error where there is one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return {"error": "nvidia-ml-py is not installed"}
+    try:
+        nvml.nvmlInit()
+    except Exception as error:
+        return {"error": type(error).__name__.removeprefix("NVMLError_"), "error_text": str(error)}
+    handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
+    return {
+        "version": attempt(lambda: text(nvml.nvmlSystemGetDriverVersion())),
+        "cuda": attempt(lambda: _cuda(nvml.nvmlSystemGetCudaDriverVersion())),
+        "gpus": [_gpu(nvml, at, handle) for at, handle in enumerate(handles)],
+        "blocked_peers": _blocked_peers(nvml, handles),
+    }
+
+
+def attempt(read: Callable[[], Any]) -> Any:
+    """What `read` gives; None where driver or device does not tell."""
+    try:
+        return read()
+    except Exception:
+        return None
+
+
+def text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _cuda(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+    reasons = attempt(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+    return {
+        "index": index,
+        "name": attempt(lambda: text(nvml.nvmlDeviceGetName(handle))) or "unknown GPU",
+        "uuid": attempt(lambda: text(nvml.nvmlDeviceGetUUID(handle))),
+        "bus_id": attempt(lambda: text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "compute_capability": attempt(
+            lambda: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle)))
+        ),
+        "memory_total": attempt(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total) or None),
+        "mig": attempt(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0])),
+        "pcie_width": attempt(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+        "pcie_width_max": attempt(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+        "nvlinks": _nvlinks(nvml, handle),
+        "throttle": [
+            words
+            for name, words in THROTTLES.items()
+            if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}", 0)
+        ],
+    }
+
+
+def _nvlinks(nvml: Any, handle: Any) -> int:
+    """Active NVLink connections."""
+    states = (
+        attempt(lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
+        for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
+    )
+    return sum(1 for state in states if state)
+
+
+def _blocked_peers(nvml: Any, handles: list[Any]) -> list[tuple[int, int]]:
+    """Pairs of GPUs that the driver says cannot read each other's memory."""
+    blocked = []
+    for first, one in enumerate(handles):
+        for second in range(first + 1, len(handles)):
+            other = handles[second]
+            status = attempt(
+                lambda one=one, other=other: nvml.nvmlDeviceGetP2PStatus(  # type: ignore[misc]
+                    one, other, nvml.NVML_P2P_CAPS_INDEX_READ
+                )
+            )
+            if status is not None and status != nvml.NVML_P2P_STATUS_OK:
+                blocked.append((first, second))
+    return blocked
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""`ddtree tune`: finds the fastest mode and tree budget for this host and load, shows the evidence, applies on request.
+
+Light on purpose, as `runtime.command_options`: the engine, and with it torch, loads when the command runs.
+"""
+
+import asyncio
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runtime.command_options import (
+    ENGINE_OPTIONS,
+    Given,
+    ProgressLine,
+    config_options,
+    emit_json,
+    numbers,
+    tell,
+    words,
+)
+from runtime.commands import MODES, budgets_of, per_kind_of, wait_ready, with_room
+
+if TYPE_CHECKING:
+    from runtime.config import RuntimeConfig
+    from runtime.interface import Runtime
+    from runtime.tune import TunePlan, TuneReport
+
+REFUSED = 3
+
+
+class Objective(StrEnum):
+    """What is sought."""
+
+    latency = "latency"
+    throughput = "throughput"
+    goodput = "goodput"
+
+
+@config_options(*ENGINE_OPTIONS, "mode", "tree_budget")
+def tune(
+    given: Given,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="Speed of one user, of all users, or answers per second that keep to the SLO."),
+    ] = Objective.latency,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="Users at a time.")] = 1,
+    rate: Annotated[
+        float | None, typer.Option(metavar="R", min=0.001, help="Requests per second instead of users.")
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(metavar="LIST", help="For goodput, as ttft=500ms,tpot=50ms.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, max=2.0, help="Temperature.")] = 0.0,
+    modes: Annotated[
+        str, typer.Option(metavar="LIST", help="Modes to try; plain decoding is always compared with.")
+    ] = "off,chain,tree",
+    budgets: Annotated[str | None, typer.Option(metavar="LIST", help="Tree budgets to try.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Output tokens of a request.")] = 32,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Tune this running server; default: an engine of its own."),
+    ] = None,
+    under_load: Annotated[
+        bool, typer.Option("--under-load", help="Measure although requests of others run.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Do not go on with measurements of a tune that was stopped.")
+    ] = False,
+    apply: Annotated[
+        bool,
+        typer.Option("--apply", help="Put it in force: on the server, or in the configuration file."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
+) -> int:
+    """Find the fastest mode and tree budget, by few interleaved measurements.
+
+    Nothing is changed while measuring. Stopped, it goes on with the same command within an hour.
+    """
+    if apply and os.environ.get("DDTREE_READ_ONLY", "").lower() not in ("", "0", "false", "no", "off"):
+        tell("refused: DDTREE_READ_ONLY is set")
+        return REFUSED
+    plan = _plan(
+        given, objective, concurrency, rate, slo, temperature, modes, budgets, prompts, max_tokens, under_load
+    )
+    report = asyncio.run(_tune(given, plan, url, fresh, apply))
+    if not json:
+        print(report.table(), flush=True)
+    emit_json(report.to_json())
+    return 0
+
+
+def _plan(
+    given: Given,
+    objective: Objective,
+    concurrency: int,
+    rate: float | None,
+    slo: str | None,
+    temperature: float,
+    modes: str,
+    budgets: str | None,
+    prompts: Path | None,
+    max_tokens: int,
+    under_load: bool,
+) -> "TunePlan":
+    from runtime.bench_commands import slo_of
+    from runtime.prompt_sets import mixed_prompts, read_prompts
+    from runtime.tune import BUDGETS, TunePlan
+
+    if (objective is Objective.goodput) != (slo is not None):
+        raise typer.BadParameter("the objective goodput and --slo need each other", param_hint="--slo")
+    if rate is not None and objective is not Objective.goodput:
+        raise typer.BadParameter("goes with --objective goodput only", param_hint="--rate")
+    return TunePlan(
+        objective=objective.value,
+        concurrency=concurrency,
+        rate=rate,
+        slo=slo_of(slo),
+        temperature=temperature,
+        modes=words("--modes", modes, MODES),  # type: ignore[arg-type]
+        budgets=BUDGETS if budgets is None else numbers("--budgets", budgets, int),
+        max_tokens=max_tokens,
+        prompts=tuple(
+            read_prompts(prompts) if prompts is not None else mixed_prompts(per_kind_of(None, None))
+        ),
+        under_load=under_load,
+    )
+
+
+async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, apply: bool) -> "TuneReport":
+    from runtime.connect import attach, author, open_runtime
+    from runtime.tune import Ledger
+    from runtime.tune import tune as race
+    from runtime.tune_apply import apply_to_file, apply_to_runtime
+
+    own = next((name for name, value in given.options.items() if value is not None), None)
+    if url is not None and own is not None:
+        option = "--" + own.replace("_", "-")
+        raise typer.BadParameter("is the server's own setting with --url", param_hint=option)
+    resolved = given.resolve()
+    runtime: Runtime = (
+        attach(url) if url is not None else await open_runtime(_roomy(resolved.config, plan), fall_back=False)
+    )
+    try:
+        if url is None:
+            await wait_ready(runtime)  # type: ignore[arg-type]
+        with ProgressLine() as line:
+            report = await race(
+                runtime, plan, Ledger(_state_folder(), fresh=fresh), lambda _share, text: line(text)
+            )
+        if not apply:
+            return report
+        if not report.worth_it:
+            done = "nothing: the setting in force is as good"
+        elif url is not None:
+            done = await apply_to_runtime(runtime, plan, report, author("tune"))
+        else:
+            done = apply_to_file(_config_file(given), resolved.config, report)
+        tell(f"applied: {done}")
+        return report.model_copy(update={"applied": done})
+    finally:
+        await runtime.aclose()
+
+
+def _roomy(config: "RuntimeConfig", plan: "TunePlan") -> "RuntimeConfig":
+    """The configuration with room for what is tried."""
+    budgets = budgets_of(config, ",".join(map(str, plan.budgets)))
+    roomy = with_room(config, budgets)
+    return roomy.changed({"max_concurrency": max(roomy.max_concurrency, plan.concurrency)})
+
+
+def _config_file(given: Given) -> Path:
+    from runtime.config import default_file
+
+    named = given.file or (Path(os.environ["DDTREE_CONFIG"]) if os.environ.get("DDTREE_CONFIG") else None)
+    return (named or default_file()).expanduser()
+
+
+def _state_folder() -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        import platformdirs
+
+        state = platformdirs.user_state_path()
+    return state / "ddtree" / "tune"
