@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from runtime.admission import admit
+from runtime.auto_play import AutoPlay
 from runtime.config import RuntimeConfig
 from runtime.interface import (
     FinishReason,
@@ -61,6 +62,7 @@ class Engine:
         """Tree budget in use where neither request nor configuration names one."""
         self.scheduler = Scheduler(loaded.models.cache)
         self.rounds = 0
+        self.auto = AutoPlay(loaded)
         self._requests: dict[str, _Running] = {}
         self._serial = 0
 
@@ -125,11 +127,15 @@ class Engine:
         if not batch:
             return None
         sequences = [_sequence(running.ticket) for running in batch]
+        following = sum(self.follows_auto(sequence.mode) for sequence in sequences)
+        self.auto.choose(following)
         speculation = [self.speculation(sequence.mode, sequence.tree_budget) for sequence in sequences]
         models = replace(self.models, draft_noise=self.config.draft_noise)
         positions = [sequence.committed_len for sequence in sequences]
         result = decode_round(models, sequences, speculation)
         self.rounds += 1
+        if following == len(batch):
+            self.auto.learn(result)
         emitted: list[int] = []
         for running, outcome, how, position in zip(
             batch, result.sequences, speculation, positions, strict=True
@@ -138,8 +144,14 @@ class Engine:
             emitted.append(self._deliver(running, outcome.tokens, outcome.finish))
         return self._round_stats(result, emitted)
 
+    def follows_auto(self, mode: str | None) -> bool:
+        """Whether a request that asks for `mode` leaves it to auto mode."""
+        return mode is None and self.config.mode == "auto" and self.loaded.no_drafter_reason is None
+
     def speculation(self, mode: str | None, tree_budget: int | None) -> Speculation:
         """How a request that asks for `mode` and `tree_budget` (None: the configured ones) drafts in the next round."""
+        if self.follows_auto(mode):
+            return self.auto.speculation()
         wanted = mode or self.config.mode
         budget = tree_budget if tree_budget is not None else self.config.tree_budget
         budget = min(self.default_budget if budget is None else budget, self.loaded.limits.max_tree_budget)
