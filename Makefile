@@ -4,7 +4,7 @@
 # For a CPU-only or mirrored torch, set pip's own variables, for example PIP_FIND_LINKS=FOLDER.
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench-check clean
+.PHONY: help run test lint bench-check serve-check clean
 .DELETE_ON_ERROR:
 
 venv_python := .venv/bin/python
@@ -15,6 +15,7 @@ help:
 	@echo "make test         run the tests"
 	@echo "make lint         run ruff, mypy and the import contracts"
 	@echo "make bench-check  check speed and memory on this machine (it should be idle)"
+	@echo "make serve-check  check what serving over HTTP costs on this machine"
 	@echo "make clean        remove the environment and all caches of this folder"
 
 .venv/created:
@@ -52,6 +53,10 @@ lint: .venv/installed-dev
 bench-check: .venv/installed-dev
 	@$(venv_python) -m console model fetch
 	@$(venv_python) scripts/bench_check.py
+
+serve-check: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) scripts/serve_check.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

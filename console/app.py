@@ -14,34 +14,64 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from rich.theme import Theme
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.widgets import Input
 
 from console import messages
+from console.archive import Archive
+from console.bench_orders import BenchOrders
+from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
+from console.controls_screen import ControlsScreen
 from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
-from console.frame import LIGHT_PALETTE, PALETTE, ConsoleScreen, Place, View
+from console.frame import ConsoleScreen, Place, View
+from console.host_window import HostWindow
 from console.keys import help_groups, next_budget, next_mode
+from console.latency import RequestWindow
+from console.layout_chooser import LayoutChooser
+from console.layouts_screen import LayoutsScreen
 from console.live_screen import LiveScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.log_book import LogBook
+from console.log_screen import LogScreen
+from console.preferences import PreferenceFile
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
+from console.proposals import propose
+from console.request_orders import RequestOrders
+from console.snapshots_dialogs import SaveDialog
+from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
+from console.tree_feed import TreesArrived
+from console.tree_screen import TreeScreen
+from console.verdict import alarm
 from runtime.interface import LogLine, Runtime, Status
 
-SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (("1", LiveScreen), ("3", PromptScreen))
+SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
+    ("1", LiveScreen),
+    ("2", TreeScreen),
+    ("3", PromptScreen),
+    ("4", ControlsScreen),
+    ("5", SnapshotsScreen),
+    ("6", LayoutsScreen),
+    ("7", BenchScreen),
+    ("8", LogScreen),
+)
 """Number key and screen."""
 TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
-CHANGING_ACTIONS = ("temperature", "budget", "mode", "undo")
+CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 0.5
+IDLE_TICKS = 2
+"""While nothing is decoded and nothing is said, only every so many ticks draw."""
 NOTICE_S = 8.0
-KEEP_LINES = 500
 CAPTURED_AT_ONCE = 200
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
+THEME = "Next colours: dark, light, high contrast, none. Remembered for the next start."
 QUIT = "Leave; asks first if that would end something. An attached console leaves its server alone."
 COPY = "Copy the selected text; without any, quit as q does."
 SUSPEND = "Refused: what runs in this process would stop too."
@@ -60,21 +90,26 @@ class Ending(StrEnum):
     """The operator wants the runtime to go on serving."""
 
 
-class ConsoleApp(App[Ending]):
+class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
-    CSS_PATH = "console.tcss"
+    CSS_PATH = ["console.tcss", "prompt.tcss"]
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
         Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding(
+            "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
+        ),
+        Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
         Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
-        Binding("question_mark", "help", "help", tooltip="This help."),
+        Binding("question_mark", "help", "help", show=False, tooltip="This help."),
+        Binding("T", "theme", "theme", show=False, tooltip=THEME),
         Binding("colon", "command_palette", "commands", show=False, tooltip=COMMANDS),
         Binding("ctrl+p", "command_palette", "commands", show=False, priority=True, tooltip=COMMANDS),
         Binding("q", "quit", "quit", tooltip=QUIT),
@@ -95,7 +130,9 @@ class ConsoleApp(App[Ending]):
         terminal: Terminal | None = None,
         place: Place = Place(),  # noqa: B008
         author: str = "console",
+        preferences: PreferenceFile | None = None,
     ) -> None:
+        """`preferences`: where they are remembered; None: nowhere."""
         super().__init__(
             driver_class=driver_class(terminal) if terminal is not None else None,
             ansi_color=True if no_color() else None,
@@ -104,11 +141,18 @@ class ConsoleApp(App[Ending]):
         self.view = View(read_only=read_only, place=place)
         self._terminal = terminal
         self._window = RoundWindow()
-        self._lines: list[LogLine] = []
+        self._hosts = HostWindow()
+        self._finished = RequestWindow()
+        self._alarmed = False
+        self._ticks = 0
+        self.book = LogBook()
         self._host_at_s: float | None = None
         self._notice_until_s = 0.0
         self._state = ""
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
+        self.begin_taste(preferences, no_color())
+        self.bench.load = self.remembered_load()
+        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -118,22 +162,31 @@ class ConsoleApp(App[Ending]):
         assert isinstance(screen, PromptScreen)
         return screen
 
+    @property
+    def snapshots(self) -> SnapshotsScreen:
+        screen = self._screens[SnapshotsScreen.NAME]
+        assert isinstance(screen, SnapshotsScreen)
+        return screen
+
+    @property
+    def tree(self) -> TreeScreen:
+        screen = self._screens[TreeScreen.NAME]
+        assert isinstance(screen, TreeScreen)
+        return screen
+
     async def on_mount(self) -> None:
         if self._terminal is not None:
             # Textual's own capture, in force by now, would drop what libraries print.
             sys.stdout = sys.stderr = self._terminal.stream
-        self.theme_changed_signal.subscribe(self, lambda _theme: self._colour())
-        self._colour()
-        await self.action_screen_named(LiveScreen.NAME)
+        self.theme_changed_signal.subscribe(self, lambda _theme: self.apply_colours())
+        self.apply_colours()
+        await self.action_screen_named(self.first_screen)
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start)
 
-    def _colour(self) -> None:
-        """Gives the named styles the colours for the theme's ground."""
-        self.console.push_theme(Theme(PALETTE if self.current_theme.dark else LIGHT_PALETTE))
-
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
+        self.run_worker(self.bridge.trees(self.tree.wanted), name="trees", group="trees", exit_on_error=False)
 
     # The view
 
@@ -153,24 +206,37 @@ class ConsoleApp(App[Ending]):
             if self._terminal.is_lost():
                 self.exit(Ending.LOST)
                 return
+            now_s = time.time()
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
-            self._record(*(_line(text) for text in captured))
-        if self.view.notice and time.monotonic() > self._notice_until_s:
+            self.book.record(*(LogLine(time_s=now_s, level="info", text=text) for text in captured))
+        over = bool(self.view.notice) and time.monotonic() > self._notice_until_s
+        if over:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
-        self._show(figures=self._window.figures(now), host_age_s=age, lines=tuple(self._lines))
+        figures = self._window.figures(now)
+        self._warn(alarm(figures, self.view.config))
+        self._ticks += 1
+        news = (
+            over or not (figures.idle and self.view.figures.idle) or self.book.total != self.view.lines_total
+        )
+        if not news and self._ticks % IDLE_TICKS:
+            return
+        self._show(figures=figures, host_age_s=age, busy=self._hosts.busy(now), **self._logged())
 
-    def _record(self, *lines: LogLine) -> None:
-        """Keeps lines among the events, cleaned and cut; the oldest leave."""
-        kept = lines[-KEEP_LINES:]
-        cleaned = (line.model_copy(update={"text": clean_line(line.text)}) for line in kept)
-        self._lines = [*self._lines, *cleaned][-KEEP_LINES:]
+    def _warn(self, trouble: str | None) -> None:
+        """Makes an alarm an event when it begins."""
+        if trouble is not None and not self._alarmed:
+            self.book.event(trouble, "warning")
+        self._alarmed = trouble is not None
+
+    def _logged(self) -> dict[str, Any]:
+        return {"lines": self.book.lines, "lines_total": self.book.total, "events": self.book.events}
 
     def _notice(self, text: str, bad: bool = False) -> None:
         """One line at the top for some seconds, kept among the events."""
         self._notice_until_s = time.monotonic() + NOTICE_S
-        self._record(_line(text, "warning" if bad else "info"))
-        self._show(notice=clean_line(text), notice_bad=bad, lines=tuple(self._lines))
+        self.book.event(text, "warning" if bad else "info")
+        self._show(notice=clean_line(text), notice_bad=bad, **self._logged())
 
     # Messages of the bridge
 
@@ -179,11 +245,12 @@ class ConsoleApp(App[Ending]):
         told = before.errors if before is not None else ()
         for error in event.status.errors:
             if error not in told:
-                self._record(_line(error, "error"))
+                self.book.event(error, "error")
         chosen = event.status.calibration
         if chosen and (before is None or before.calibration != chosen):
-            self._record(_line(f"budget: {chosen}"))
-        self._show(status=event.status)
+            self.book.event(f"budget: {chosen}")
+        if before != event.status:
+            self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
 
@@ -192,7 +259,7 @@ class ConsoleApp(App[Ending]):
         for change in after.history:
             if change.revision > before.revision and change.author != self.bridge.author:
                 if self.view.notice and self.view.notice_bad:
-                    self._record(LogLine(time_s=change.time_s, level="info", text=others_text(change)))
+                    self.book.event(others_text(change), time_s=change.time_s)
                 else:
                     self._notice(others_text(change))
 
@@ -201,26 +268,35 @@ class ConsoleApp(App[Ending]):
 
     def on_host_arrived(self, event: messages.HostArrived) -> None:
         self._host_at_s = time.monotonic()
+        self._hosts.add(event.sample)
+        if self.view.host is None:
+            self._show(host=event.sample, host_age_s=0.0)
         self.view = dataclasses.replace(self.view, host=event.sample)
 
     def on_rounds_arrived(self, event: messages.RoundsArrived) -> None:
         self._window.add(event.rounds)
 
+    def on_request_arrived(self, event: messages.RequestArrived) -> None:
+        self._finished.add((event.stats,))
+        self.view = dataclasses.replace(self.view, latency=self._finished.latency())
+
+    def on_requests_arrived(self, event: messages.RequestsArrived) -> None:
+        self._finished.add(reversed(event.requests))
+        self.view = dataclasses.replace(self.view, requests=event.requests, latency=self._finished.latency())
+
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
-        self._record(*event.lines)
+        self.book.record(*event.lines)
 
     def on_state_changed(self, event: messages.StateChanged) -> None:
         if event.change.state != self._state:
             self._state = event.change.state
             reason = f": {event.change.reason}" if event.change.reason else ""
             level = "error" if event.change.state in ("failed", "degraded") else "info"
-            self._record(
-                LogLine(time_s=time.time(), level=level, text=f"engine {event.change.state}{reason}")
-            )
+            self.book.event(f"engine {event.change.state}{reason}", level)
 
     def on_bridge_problem(self, event: messages.BridgeProblem) -> None:
         if event.text and event.text != self.view.problem:
-            self._record(_line(event.text, "error"))
+            self.book.event(event.text, "error")
         self._show(problem=event.text)
 
     def on_change_done(self, event: messages.ChangeDone) -> None:
@@ -231,6 +307,22 @@ class ConsoleApp(App[Ending]):
 
     def on_change_refused(self, event: messages.ChangeRefused) -> None:
         self._notice(event.text, bad=True)
+
+    def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
+        self._notice(event.text, event.bad)
+
+    def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
+        self._show(not_pushed=event.not_pushed)
+
+    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
+        self._notice(event.words)
+        self.snapshots.saved()
+
+    def on_trees_arrived(self, event: TreesArrived) -> None:
+        self.tree.arrived(event)
+
+    def on_told(self, event: messages.Told) -> None:
+        self._notice(event.text, event.bad)
 
     def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
         self.prompt.admitted(event)
@@ -244,17 +336,28 @@ class ConsoleApp(App[Ending]):
     def on_answer_failed(self, event: messages.AnswerFailed) -> None:
         self.prompt.fail(event.turn, event.reason)
 
-    def on_prompt_screen_asked(self, event: PromptScreen.Asked) -> None:
+    def on_answers_unwanted(self) -> None:
+        self.workers.cancel_group(self, "answer")
+
+    def on_answer_wanted(self, event: messages.AnswerWanted) -> None:
         self.run_worker(
             self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
         )
+
+    def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
+        self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
+
+    def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
+        self._notice(event.text, bad=True)
 
     # Keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Changing keys are dimmed in a read-only console; `i` is a letter where text is typed."""
         if action == "input":
-            return isinstance(self.screen, ConsoleScreen) and not isinstance(self.focused, PromptInput)
+            return isinstance(self.screen, ConsoleScreen) and not isinstance(
+                self.focused, PromptInput | Input
+            )
         return None if self.view.read_only and action in CHANGING_ACTIONS else True
 
     def on_key(self, event: events.Key) -> None:
@@ -292,6 +395,17 @@ class ConsoleApp(App[Ending]):
 
     def action_mode(self) -> None:
         self._change(next_mode)
+
+    def action_layout(self) -> None:
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
+                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
+
+        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
+
+    def action_save_snapshot(self) -> None:
+        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)
@@ -359,18 +473,14 @@ class ConsoleApp(App[Ending]):
         return f"{requests} not finished; the rest of the text would be lost."
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Every key of the screen as a command, and the theme."""
+        """Every key of the screen as a command, then those of the other screens and what has no key."""
         for node, binding, enabled, tooltip in screen.active_bindings.values():
             if enabled and node in (self, screen) and tooltip and "palette" not in binding.action:
                 title, _, more = tooltip.partition(". ")
                 key = self.get_key_display(binding)
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
-        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
-
-
-def _line(text: str, level: str = "info") -> LogLine:
-    return LogLine(time_s=time.time(), level=level, text=text)
+        yield from self.other_commands()
 
 
 def no_color() -> bool:

@@ -15,6 +15,8 @@ from textual.message import Message
 
 from console import messages
 from console.formats import clean_line, clock
+from console.orders import Orders
+from console.tree_feed import TreeFeed, Wanted
 from runtime.interface import (
     AppliedChange,
     ChangePlan,
@@ -22,6 +24,7 @@ from runtime.interface import (
     FieldChange,
     GenerateRequest,
     HostSample,
+    JobProgress,
     LogLine,
     RequestAdmitted,
     RequestFinished,
@@ -45,6 +48,7 @@ RETRY_S = 2.0
 TOKENS_S = 0.1
 ROUNDS_S = 0.1
 LOG_S = 0.2
+TREES_S = 0.25
 ANSWER_S = 5.0
 """A status that takes longer counts as no answer."""
 
@@ -94,12 +98,20 @@ class Bridge:
         """Set: read the status now."""
         self._reshaped = asyncio.Event()
         """Set: a finished load or rebuild may have changed the description."""
-        self._done: list[FieldChange] = []
+        self._done: list[tuple[FieldChange, ...]] = []
         """Applied changes, the last one last; what undo reverts."""
+        self._ended = True
+        """Requests ended since they were last listed."""
+        self.orders = Orders(lambda: self._runtime, post, describe_error, author)
         self._seen: Status | None = None
         """What the operator has before their eyes."""
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
         self._lines: Batch[LogLine] = Batch(LOG_S, lambda lines: post(messages.LinesArrived(lines)))
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime once it is open."""
+        return self._runtime
 
     async def run(self) -> None:
         """Opens the runtime and watches it until cancelled."""
@@ -134,6 +146,7 @@ class Bridge:
                     self._reshaped.set()  # what answers again may be another process
                     self._post(messages.BridgeProblem(""))
                 self._show(status)
+                await self._list(runtime, status)
                 if status.state != state:
                     state = status.state
                     self._reshaped.set()
@@ -142,6 +155,15 @@ class Bridge:
             self._look.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause)
+
+    async def _list(self, runtime: Runtime, status: Status) -> None:
+        """Lists the requests while there are any, and once more after the last one."""
+        busy = status.running + status.waiting > 0
+        if busy or self._ended:
+            with contextlib.suppress(RuntimeFault, TimeoutError):
+                self._ended = False
+                self._post(messages.RequestsArrived(await asyncio.wait_for(runtime.requests(), ANSWER_S)))
+            self._ended = self._ended or busy
 
     def _show(self, status: Status) -> None:
         self._seen = status
@@ -152,6 +174,7 @@ class Bridge:
             try:
                 self._post(messages.DescriptionArrived(await runtime.describe()))
                 self._reshaped.clear()
+                await self.orders.look_at_jobs()
                 await self._reshaped.wait()
             except RuntimeFault:
                 await asyncio.sleep(LOADING_STATUS_S)
@@ -179,7 +202,10 @@ class Bridge:
             case LogLine():
                 self._lines.add(event)
             case RequestStats():
+                self._ended = True
                 self._post(messages.RequestArrived(event))
+            case JobProgress():
+                self._post(messages.JobChanged(event.job))
             case StatusChanged():
                 self._post(messages.StateChanged(event))
                 self._look.set()
@@ -204,6 +230,15 @@ class Bridge:
             if close is not None:
                 await close()
 
+    async def trees(self, wanted: Callable[[], Wanted | None]) -> None:
+        """Posts new rounds of the request that `wanted` names, while it names one, until cancelled."""
+        feed = TreeFeed(self._post)
+        while True:
+            what = wanted()
+            if self._runtime is not None and what is not None:
+                await feed.look(self._runtime, what)
+            await asyncio.sleep(TREES_S)
+
     async def cancel(self, request_id: str) -> bool:
         """Asks for the end of one request; False if it had ended already."""
         if self._runtime is None:
@@ -219,6 +254,32 @@ class Bridge:
         async with self._changing:
             await self._change(step, undo=False)
 
+    async def preview(self, change: Mapping[str, Any]) -> ChangePlan | str:
+        """What `change` would do, or in words why it cannot be done."""
+        if self._runtime is None:
+            return "the runtime has not started yet"
+        try:
+            plan = await self._runtime.preview(dict(change))
+        except Exception as error:
+            return describe_error(error)
+        if not plan.allowed:
+            return refused(plan)
+        return plan if plan.changes else f"no change: {plan.summary}"
+
+    async def apply(self, change: Mapping[str, Any], plan: ChangePlan) -> None:
+        """Applies a collected change as it was planned; refused if the configuration changed since."""
+        async with self._changing:
+            answer = await self.orders.apply(change, plan)
+            self._look.set()
+            if isinstance(answer, str):
+                self._post(messages.ChangeRefused(answer))
+                return
+            self._done.append(answer.applied)
+            fields = tuple(each.field for each in answer.applied)
+            config = {each.field: each.new for each in answer.applied}
+            mode = {"mode": (self._seen.config if self._seen else {}).get("mode")}
+            self._post(messages.ChangeDone(done_text(plan, answer, False), fields, mode | config, False))
+
     async def undo(self) -> None:
         """Reverts the last applied change, unless its field was changed again since."""
         async with self._changing:
@@ -228,10 +289,13 @@ class Bridge:
             last = self._done[-1]
 
             def revert(config: Mapping[str, Any]) -> dict[str, Any] | str:
-                if config.get(last.field) != last.new:
-                    self._done.pop()
-                    return f"not undone: {last.field} was changed again since, to {config.get(last.field)}"
-                return {last.field: last.old}
+                for each in last:
+                    if config.get(each.field) != each.new:
+                        self._done.pop()
+                        return (
+                            f"not undone: {each.field} was changed again since, to {config.get(each.field)}"
+                        )
+                return {each.field: each.old for each in last}
 
             await self._change(revert, undo=True)
 
@@ -261,7 +325,7 @@ class Bridge:
         if undo:
             self._done.pop()
         else:
-            self._done.extend(report.applied)
+            self._done.append(report.applied)
         self._show(status)
         fields = tuple(change.field for change in report.applied)
         self._post(messages.ChangeDone(done_text(plan, report, undo), fields, dict(status.config), undo))
@@ -287,7 +351,7 @@ class _Answer:
             case RequestAdmitted():
                 self._post(
                     messages.AnswerAdmitted(
-                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens
+                        self._turn, event.request_id, event.prompt_tokens, event.cached_tokens, event.seed
                     )
                 )
             case TokensEmitted():

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 from textual.app import RenderResult
 from textual_plotext import PlotextPlot
 
+from console.formats import bar
+
 MIN_WIDTH, MIN_HEIGHT = 12, 3
 """Cells under which no axes fit; the chart is then blank, its title remains."""
+
+
+ORDER = {"off": 0, "chain": 1, "tree": 2}
+CURVE_HEIGHT = 8
+"""Cells under which a curve over the tree budget says less than bars."""
 
 
 class TimeChart(PlotextPlot):
@@ -22,14 +30,22 @@ class TimeChart(PlotextPlot):
         self._values: tuple[float | None, ...] = ()
         self._level: float | None = None
 
-    def show(self, values: Sequence[float | None], level: float | None = None, key: str = "") -> None:
+    def show(
+        self,
+        values: Sequence[float | None],
+        level: float | None = None,
+        key: str = "",
+        title: str | None = None,
+    ) -> None:
         """Draws `values`, and `level` as a flat line for comparison; `key` says in the title what that is."""
         kept = tuple(values)
-        if kept == self._values and level == self._level:
+        self._title = self._title if title is None else title
+        # The last second is still going on: it is drawn when the next one begins.
+        if kept[:-1] == self._values[:-1] and len(kept) == len(self._values) > 1 and level == self._level:
             return
         holes_only = not any(value is not None for value in (*kept, *self._values))
         self._values, self._level = kept, level
-        self.border_title = f"{self._title} over {self._seconds} s{key}"
+        self.border_title = f"{self._title}, {self._seconds} s{key}"
         if not holes_only:
             self.refresh()
 
@@ -38,7 +54,7 @@ class TimeChart(PlotextPlot):
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return Text("")
         if not any(value is not None for value in self._values):
-            return Text("no rounds in the last minutes", style="dim", no_wrap=True)
+            return Text("nothing in the last minutes", style="dim", no_wrap=True)
         self._draw(self._seconds)
         return super().render()
 
@@ -78,3 +94,68 @@ def _runs(values: Sequence[float | None]) -> list[list[int]]:
         else:
             runs.append([index])
     return runs
+
+
+class SweepChart(PlotextPlot):
+    """One figure of the cases of one load: over the tree budget where several were measured, else as bars."""
+
+    def __init__(self, title: str, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._title = title
+        self.border_title = title
+        self._cases: tuple[tuple[str, int, float], ...] = ()
+
+    def show(self, results: Sequence[Mapping[str, Any]], figure: str) -> None:
+        """Draws `figure` of results that differ in mode and tree budget alone."""
+        cases = tuple(
+            (str(each["mode"]), int(each["tree_budget"]), float(each[figure]))
+            for each in results
+            if isinstance(each.get(figure), int | float)
+        )
+        if cases != self._cases:
+            self._cases = cases
+            self.refresh()
+        over = " by tree budget; lines: plain, chain" if self._has_curve else ""
+        self.border_title = f"{self._title}{over}"
+
+    @property
+    def _trees(self) -> list[tuple[int, float]]:
+        return sorted((budget, value) for mode, budget, value in self._cases if mode == "tree")
+
+    @property
+    def _has_curve(self) -> bool:
+        return len(self._trees) > 1 and self.size.height >= CURVE_HEIGHT
+
+    def render(self) -> RenderResult:
+        width, height = self.size
+        if not self._cases or width < MIN_WIDTH or height < 1:
+            return Text("")
+        if not self._has_curve:
+            return self._bars(width)
+        self._draw()
+        return super().render()
+
+    def _bars(self, width: int) -> Text:
+        most = max(value for _, _, value in self._cases)
+        text = Text(no_wrap=True)
+        for mode, budget, value in sorted(self._cases, key=lambda case: (ORDER.get(case[0], 9), case[1])):
+            name = f"tree {budget}" if mode == "tree" else mode
+            shown = f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+            text.append(f"{name:<9}{shown:>7} ")
+            text.append(bar(value / most if most > 0 else None, max(width - 18, 0)), "share")
+            text.append("\n")
+        return text
+
+    def _draw(self) -> None:
+        plot, trees = self.plt, self._trees
+        budgets, values = [budget for budget, _ in trees], [value for _, value in trees]
+        plot.clear_figure()
+        for mode, colour in (("off", "orange"), ("chain", "green")):
+            for level in (value for name, _, value in self._cases if name == mode):
+                plot.plot([budgets[0], budgets[-1]], [level, level], marker="braille", color=colour)
+        plot.plot(budgets, values, marker="braille", color="cyan")
+        plot.scatter(budgets, values, marker="dot", color="cyan")
+        plot.ylim(0, max(value for _, _, value in self._cases) * 1.1)
+        plot.xticks(budgets, [str(budget) for budget in budgets])
+        plot.xaxes(True, False)
+        plot.yaxes(True, False)

@@ -20,6 +20,7 @@ from runtime import commands
 from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Given, config_options, tell
 
 ELSEWHERE = {
+    "layouts": ("runtime.layout_commands", "layouts_app", "Parallelism layouts: presets, fit, evidence."),
     "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
     "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
@@ -36,6 +37,11 @@ ELSEWHERE = {
         "Find the fastest mode and tree budget for this host and load.",
     ),
     "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
+    "snapshot": (
+        "snapshots.commands",
+        "snapshot_app",
+        "Commit working configurations, compare them, go back to one.",
+    ),
     "train-drafter": ("runtime.train_commands", "train_drafter", "Train a drafter for a target."),
 }
 """Commands of modules that load only when called: module, name in it, help."""
@@ -142,7 +148,7 @@ def console(
 ) -> int:
     """Open the console: live figures and controls."""
     _check_together(given, attach, listen, on_hangup)
-    config = given.resolve().config if attach is None else None
+    resolved = given.resolve() if attach is None else None
     missing = _missing_terminal()
     if missing:
         tell(
@@ -151,21 +157,23 @@ def console(
         return REFUSED
     from functools import partial
 
+    from console.preferences import PreferenceFile, preference_path
     from console.session import run_console
     from runtime.connect import author, open_runtime, opened
 
-    who = author(f"console {os.getpid()}")
+    shown = partial(
+        run_console, author=author(f"console {os.getpid()}"), preferences=PreferenceFile(preference_path())
+    )
     read_only = read_only or _is_set("DDTREE_READ_ONLY")
-    if config is None:
-        return run_console(opened(str(attach)), read_only=read_only, attached_to=attach, author=who)
+    if resolved is None:
+        return shown(opened(str(attach)), read_only=read_only, attached_to=attach)
     service = None
     if listen is not None:
         from runtime.serve_beside import ServiceBeside
 
         service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
-    return run_console(
-        partial(open_runtime, config, not no_fallback), read_only=read_only, service=service, author=who
-    )
+    opener = partial(open_runtime, resolved.config, not no_fallback, resolved.origins)
+    return shown(opener, read_only=read_only, service=service)
 
 
 def _check_together(given: Given, attach: str | None, listen: str | None, on_hangup: OnHangup | None) -> None:
@@ -193,6 +201,7 @@ app.add_typer(commands.config_app, name="config")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     try:
+        _finish_restore()
         code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
@@ -202,6 +211,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_set("DDTREE_DEBUG"):
             traceback.print_exc()
         return _report(error)
+
+
+def _finish_restore() -> None:
+    """Brings installed files that an interrupted restore left half-way into one state, before anything loads them."""
+    state = os.environ.get("XDG_STATE_HOME", "").strip() or os.path.expanduser("~/.local/state")
+    if not os.path.isdir(os.path.join(state, "ddtree", "restore")):
+        return  # nothing was ever restored here, and nothing needs to be loaded to know it
+    from snapshots.journal import Journal
+
+    done = Journal().recover()
+    if done is not None:
+        tell(done)
 
 
 def _report(error: Exception) -> int:

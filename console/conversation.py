@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
+from console.ask_settings import AskSettings
 from runtime.interface import GenerateRequest, RequestStats, TokenPiece
 
 MAX_HISTORY = 200
@@ -24,6 +26,8 @@ class Turn:
     stats: RequestStats | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    seed: int | None = None
+    """The one in use; None until admitted."""
     ended: bool = False
     error: str = ""
 
@@ -51,9 +55,10 @@ class Turn:
 class Conversation:
     """Turns in order. At most one is open: waiting for the model, or streaming."""
 
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self._number = 0
+    def __init__(self, turns: list[Turn] | None = None, numbers: Conversation | None = None) -> None:
+        """A copy of `turns` takes the numbers of further ones from the conversation they belong to."""
+        self.turns = list(turns or ())
+        self._numbers = numbers._numbers if numbers is not None else itertools.count(1)
 
     @property
     def open_turn(self) -> Turn | None:
@@ -63,9 +68,12 @@ class Conversation:
         return next((turn for turn in reversed(self.turns) if turn.number == number), None)
 
     def begin(self, prompt: str) -> Turn:
-        self._number += 1
-        self.turns.append(Turn(self._number, prompt))
+        self.turns.append(self.apart(prompt))
         return self.turns[-1]
+
+    def apart(self, prompt: str) -> Turn:
+        """A turn with a number of its own that is no part of the conversation."""
+        return Turn(next(self._numbers), prompt)
 
     def drop(self, turn: Turn) -> None:
         """Forgets a turn that got no answer, so that it is not part of the next request."""
@@ -74,15 +82,21 @@ class Conversation:
     def clear(self) -> None:
         self.turns = []
 
-    def request(self, turn: Turn) -> GenerateRequest:
-        """All turns before `turn` with their answers, then its prompt; sampling is the runtime's default."""
-        messages: list[dict[str, str]] = []
+    def request(self, turn: Turn, settings: AskSettings = AskSettings()) -> GenerateRequest:  # noqa: B008
+        """The system prompt, all turns before `turn` with their answers, then its prompt.
+
+        A turn that is apart follows all of the conversation.
+        """
+        messages = [{"role": "system", "content": settings.system}] if settings.system else []
         for earlier in self.turns:
-            messages.append({"role": "user", "content": earlier.prompt})
             if earlier is turn:
                 break
+            messages.append({"role": "user", "content": earlier.prompt})
             messages.append({"role": "assistant", "content": earlier.text})
-        return GenerateRequest(messages=tuple(messages), client="console", workload="prompt")
+        messages.append({"role": "user", "content": turn.prompt})
+        return GenerateRequest(
+            messages=tuple(messages), sampling=settings.sampling, client="console", workload="prompt"
+        )
 
 
 class History:

@@ -83,7 +83,7 @@ class ValueDialog(ModalScreen[float | None]):
 
 
 class ConfirmDialog(ModalScreen[bool]):
-    """Asks before something is lost; the safe button has the focus."""
+    """Asks before something is done; the safe button has the focus, unless nothing is lost by it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n,ctrl+c", "answer(False)", "Cancel", tooltip="Leave everything as it is."),
@@ -91,14 +91,15 @@ class ConfirmDialog(ModalScreen[bool]):
         Binding("left,right", "app.focus_next", "other", show=False, tooltip="To the other button."),
     ]
 
-    def __init__(self, title: str, effect: str, yes: str, no: str) -> None:
+    def __init__(self, title: str, effect: str | Text, yes: str, no: str, harmless: bool = False) -> None:
         super().__init__()
         self._title_text, self._effect, self._yes, self._no = title, effect, yes, no
+        self._first = "#yes" if harmless else "#no"
 
     def compose(self) -> ComposeResult:
         yield Vertical(
             Static(self._title_text, classes="title", markup=False),
-            Static(self._effect, markup=False),
+            VerticalScroll(Static(self._effect, markup=False), classes="effect", can_focus=False),
             Horizontal(
                 Button(f"{self._no} (Esc)", id="no", variant="primary"),
                 Button(f"{self._yes} (y)", id="yes", variant="error"),
@@ -108,7 +109,7 @@ class ConfirmDialog(ModalScreen[bool]):
         )
 
     def on_mount(self) -> None:
-        self.query_one("#no", Button).focus()
+        self.query_one(self._first, Button).focus()
 
     def action_answer(self, yes: bool) -> None:
         self.dismiss(yes)

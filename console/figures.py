@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.interface import Baseline, RoundStats
+from runtime.interface import RoundStats
 
 KEEP_S = 300
 NOW_S = 5
@@ -37,6 +37,10 @@ class _Second:
     stages: list[float] = field(default_factory=lambda: [0.0] * STAGE_COUNT)
     tried: dict[int, int] = field(default_factory=dict)
     accepted: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Accept length to how many sequences had it in a round."""
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
 
     def add(self, round_stats: RoundStats, busy_s: float) -> None:
         self.tokens += round_stats.emitted
@@ -46,6 +50,10 @@ class _Second:
         self.sequences += len(round_stats.accept_lengths)
         self.accept_sum += sum(round_stats.accept_lengths)
         self.stages = [a + b for a, b in zip(self.stages, round_stats.stage_s, strict=True)]
+        self.prefill_tokens += round_stats.prefill_tokens
+        self.prefill_s += round_stats.prefill_s
+        for length in round_stats.accept_lengths:
+            self.lengths[length] = self.lengths.get(length, 0) + 1
         for length, depth in zip(round_stats.accept_lengths, round_stats.draft_depths, strict=False):
             for position in range(1, depth + 1):
                 self.tried[position] = self.tried.get(position, 0) + 1
@@ -94,6 +102,14 @@ class Figures:
     tok_s_peak: float | None = None
     accept_length: float | None = None
     accept_mean: float | None = None
+    rounds: int = 0
+    """Decode rounds with this setting that the means below cover."""
+    accept_counts: tuple[int, ...] = ()
+    """Entry k: how often a sequence got k tokens in a round, this setting."""
+    prefill_tok_s: float | None = None
+    """Prompt tokens per second of computing them, over the last NOW_S seconds; None where there were none."""
+    prefill_mean: float | None = None
+    prefill_peak: float | None = None
     by_position: tuple[float | None, ...] = ()
     """Entry k - 1: share of rounds that drafted position k in which it was accepted, this setting."""
     stages_s: tuple[float, ...] | None = None
@@ -144,7 +160,7 @@ class RoundWindow:
         work_s = sum(stats.stage_s)
         if self._last_s is None or stats.index != (self._last_index or 0) + 1:
             return work_s
-        gap_s = stats.time_s - self._last_s
+        gap_s = stats.time_s - self._last_s - stats.prefill_s
         return gap_s if 0.0 <= gap_s <= work_s + PAUSE_S else work_s
 
     def figures(self, now_s: float) -> Figures:
@@ -163,6 +179,13 @@ class RoundWindow:
             tok_s_peak=_peak(self._stretch),
             accept_length=_accept(live),
             accept_mean=_accept(self._stretch),
+            rounds=sum(second.rounds for second in self._stretch),
+            accept_counts=_accept_counts(self._stretch),
+            prefill_tok_s=_prefill_rate(s for s in self._all if s.at > now_s - NOW_S - 1),
+            prefill_mean=_prefill_rate(self._all),
+            prefill_peak=max(
+                (_prefill_rate([s]) or 0.0 for s in self._all if s.prefill_tokens), default=None
+            ),
             by_position=_by_position(self._stretch),
             stages_s=tuple(stages) if stages else None,
             nodes=sum(s.nodes for s in live) / rounds if live else None,
@@ -199,6 +222,20 @@ def _accept(seconds: Iterable[_Second]) -> float | None:
     return sum(second.accept_sum for second in kept) / sequences if sequences else None
 
 
+def _prefill_rate(seconds: Iterable[_Second]) -> float | None:
+    kept = list(seconds)
+    spent = sum(second.prefill_s for second in kept)
+    return sum(second.prefill_tokens for second in kept) / spent if spent > 0 else None
+
+
+def _accept_counts(seconds: Iterable[_Second]) -> tuple[int, ...]:
+    counts: dict[int, int] = {}
+    for second in seconds:
+        for length, number in second.lengths.items():
+            counts[length] = counts.get(length, 0) + number
+    return tuple(counts.get(length, 0) for length in range(max(counts, default=-1) + 1))
+
+
 def _by_position(seconds: Sequence[_Second] | deque[_Second]) -> tuple[float | None, ...]:
     tried: dict[int, int] = {}
     accepted: dict[int, int] = {}
@@ -210,32 +247,3 @@ def _by_position(seconds: Sequence[_Second] | deque[_Second]) -> tuple[float | N
         accepted.get(position, 0) / tried[position] if tried.get(position) else None
         for position in range(1, max(tried, default=0) + 1)
     )
-
-
-def plain_baseline(baselines: Sequence[Baseline]) -> Baseline | None:
-    """The latest measured plain decoding."""
-    plain = [baseline for baseline in baselines if baseline.mode == "off"]
-    return max(plain, key=lambda baseline: baseline.measured_at_s, default=None)
-
-
-def verdict(figures: Figures, baseline: Baseline | None, speculation: str | None) -> str:
-    """In words: does speculation pay right now. `speculation` is `Description.speculation`."""
-    if speculation is not None and speculation.startswith("inactive"):
-        return f"speculation {speculation}"
-    if figures.idle or figures.tok_s is None or figures.setting is None:
-        return "idle: nothing is being decoded"
-    if baseline is None or baseline.tok_s <= 0:
-        return "speculation against plain: n/a, plain decoding is not measured yet"
-    if figures.batch is not None and figures.batch > 1.05:
-        return (
-            f"speculation against plain: n/a with {figures.batch:.1f} requests together, "
-            "the baseline is for one"
-        )
-    ratio = figures.tok_s / baseline.tok_s
-    if figures.setting.plain:
-        return f"speculation is off: plain decoding, {ratio:.2f}x its own baseline"
-    if ratio >= 1.02:
-        return f"speculation pays: {ratio:.2f}x plain"
-    if ratio > 0.98:
-        return f"speculation makes no difference: {ratio:.2f}x plain"
-    return f"speculation loses: {ratio:.2f}x plain; m turns it off, [ lowers the budget"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 NA = "n/a"
 MAX_LINE = 400
 """Most characters of one log line that are kept."""
 
+_ZERO_WIDTH = frozenset((0xAD, 0x180E, *range(0x200B, 0x200E), *range(0x2060, 0x2065), 0xFEFF))
+_VARIANTS = frozenset(range(0xFE00, 0xFE10))
+_MARKS = "[\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff]"
+_PILED_UP = re.compile(f"({_MARKS}{{4}}){_MARKS}+")
+"""More marks over one character than any script has."""
 _BIDI = frozenset(range(0x202A, 0x202F)) | frozenset(range(0x2066, 0x206A)) | {0x061C, 0x200E, 0x200F}
 
 
@@ -29,7 +35,7 @@ _CONTROLS: dict[int, str | None] = {
     for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0xD800, 0xE000))
     if code != 0x0A
 }
-_CONTROLS |= dict.fromkeys(_BIDI)
+_CONTROLS |= dict.fromkeys(_BIDI | _ZERO_WIDTH | _VARIANTS)
 _CONTROLS[0x09] = "    "
 
 
@@ -37,9 +43,10 @@ def clean_text(text: str) -> str:
     """Text that draws as text only.
 
     Control characters become their visible pictures (U+2400 ff.), C1 controls and lone surrogates U+FFFD;
-    marks that reorder a line are dropped; newlines stay.
+    marks that reorder a line, what has no width or changes another's, and all but four marks over one character are
+    dropped, so that a line is as wide in the terminal as it was counted; newlines stay.
     """
-    return text.replace("\r\n", "\n").translate(_CONTROLS)
+    return _PILED_UP.sub(r"\1", text.replace("\r\n", "\n").translate(_CONTROLS))
 
 
 def clean_line(text: str, limit: int = MAX_LINE) -> str:

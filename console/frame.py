@@ -17,7 +17,9 @@ from textual.widgets import Footer, Static
 
 from console.figures import Figures
 from console.formats import NA, clean_line, percent, temperature
-from runtime.interface import Description, HostSample, LogLine, Status
+from console.host_window import Busy
+from console.latency import Latency
+from runtime.interface import Description, HostSample, Job, LogLine, RequestStats, Status
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 LOST_CHARS = len("lost since 12:34:56")
@@ -42,14 +44,26 @@ class View:
     host: HostSample | None = None
     host_age_s: float | None = None
     figures: Figures = field(default_factory=Figures)
+    latency: Latency = Latency()
+    requests: tuple[RequestStats, ...] = ()
+    """Running and waiting ones first, then those that finished last."""
+    busy: Busy = Busy()
     lines: tuple[LogLine, ...] = ()
-    """The latest events and log lines, oldest first."""
+    """The latest log lines, oldest first."""
+    lines_total: int = 0
+    """How many there have ever been."""
+    events: tuple[LogLine, ...] = ()
+    """The latest changes, failures, snapshots and notices, oldest first; they are among the lines."""
     problem: str = ""
     """Why the status cannot be trusted; empty when it can."""
     notice: str = ""
     notice_bad: bool = False
     read_only: bool = False
     place: Place = Place()
+    jobs: tuple[Job, ...] = ()
+    """Those that run and those that ended lately, the latest first."""
+    not_pushed: int | None = None
+    """Snapshots that the store's remote has not; None without a remote, or not read yet."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -71,13 +85,18 @@ class View:
         if self.status is None:
             return "starting"
         words = str(self.status.state)
-        if words == "loading" and self.status.load_progress is not None:
+        if words in ("loading", "rebuilding") and self.status.load_progress is not None:
             words += f" {percent(self.status.load_progress)}"
         return words
 
     @property
     def where(self) -> str:
-        """Host and role of the server, for the header; empty for a runtime of this screen alone."""
+        """Host and role of the server, and snapshots not pushed, for the header; empty if there is nothing to say."""
+        pushed = f"not pushed: {self.not_pushed}" if self.not_pushed else ""
+        return "  ".join(part for part in (pushed, self._role) if part)
+
+    @property
+    def _role(self) -> str:
         if self.place.attached_to is not None:
             url = urlsplit(self.place.attached_to).netloc
             return f"attached to {clean_line(self.description.host, 30) if self.description else url}"
@@ -110,29 +129,19 @@ class Panel(Static):
         return content.get_height(self.styles, self.content_size.width) == self.content_size.height
 
 
-PALETTE = {
-    "good": "bold #4ebf71",
-    "bad": "bold #f0616d",
-    "fair": "bold #ffa62b",
-    "share": "#4ebf71",
-    "stage": "#57a5e2",
-    "bonus": "underline #ffa62b",
-}
-"""Named styles of the screens, for dark themes; the words beside them say the same."""
-LIGHT_PALETTE = {
-    "good": "bold #1a7f37",
-    "bad": "bold #b3122a",
-    "fair": "bold #8a5300",
-    "share": "#1a7f37",
-    "stage": "#0550ae",
-    "bonus": "underline #8a5300",
-}
 STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad", "lost": "bad"}
 
 
 def styled(text: str, style: str) -> Text:
     """`text` in one of the named styles; the base style of a Text knows none of them."""
     return Text.assemble((text, style))
+
+
+def _layout(view: View) -> str:
+    """The layout in force; of several ranks what they really split, which the description tells."""
+    named = str(view.config.get("layout", NA))
+    told = view.description.layout if view.description is not None else None
+    return named if named == "single" or not told else told.partition(":")[0]
 
 
 class StatusBar(Horizontal):
@@ -151,7 +160,7 @@ class StatusBar(Horizontal):
         facts = [
             clean_line(str(config.get("model", NA)).rstrip("/").rpartition("/")[2]),
             clean_line(str(config.get("engine", NA))),
-            clean_line(str(config.get("layout", NA))),
+            clean_line(_layout(view)),
             f"mode {config.get('mode', NA)}",
             f"budget {'auto' if budget is None and config else NA if budget is None else budget}",
             f"T {temperature(config.get('temperature'))}",
@@ -165,6 +174,20 @@ class StatusBar(Horizontal):
         self.query_one("#state", Panel).put(state)
 
 
+def tabs_text(tabs: tuple[tuple[str, str], ...], here: str, width: int) -> Text:
+    """The screens by number; by name too where that leaves room for the engine's reason."""
+    names = sum(len(key) + len(name) + 4 for key, name in tabs) <= width - 34
+    text = Text()
+    for key, name in tabs:
+        mine = name == here
+        if mine:
+            text.append(f"[{key} {name}]", "bold reverse")
+        else:
+            text.append(f" {key} {name} " if names else f" {key}")
+        text.append(" ")
+    return text
+
+
 class NoticeBar(Horizontal):
     """The screens by number, the last notice or the engine's reason, and where the runtime is if not here."""
 
@@ -174,22 +197,29 @@ class NoticeBar(Horizontal):
         self._here = here
 
     def compose(self) -> ComposeResult:
-        tabs = Text()
-        for key, name in self._tabs:
-            mine = name == self._here
-            tabs.append(f"[{key} {name}]" if mine else f" {key} {name} ", "bold reverse" if mine else "")
-            tabs.append(" ")
-        yield Static(tabs, id="tabs")
+        yield Panel(id="tabs", classes="")
         yield Panel(classes="bar", id="notice")
         yield Panel(classes="bar line", id="where")
 
     def show(self, view: View) -> None:
+        self.query_one("#tabs", Panel).put(tabs_text(self._tabs, self._here, self.size.width))
         text, style = view.notice, "bad" if view.notice_bad else "bold"
         if not text:
             style = ""
             text = view.problem or (view.status.reason if view.status is not None else "")
         self.query_one("#notice", Panel).put(styled(clean_line(text), style))
         self.query_one("#where", Panel).put(styled(view.where, "bold"))
+
+
+class KeyFooter(Footer):
+    """The keys of the screen, with the way to all of them always in sight."""
+
+    def __init__(self) -> None:
+        super().__init__(show_command_palette=False, compact=True)
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield Static(Text.assemble(("?", "bold"), " all keys"), classes="all_keys")
 
 
 class ConsoleScreen(Screen[None]):
@@ -209,7 +239,7 @@ class ConsoleScreen(Screen[None]):
         yield StatusBar()
         yield NoticeBar(self._tabs, self.NAME)
         yield from self.body()
-        yield Footer(show_command_palette=False, compact=True)
+        yield KeyFooter()
         yield Static(id="too_small")
 
     def body(self) -> list[Widget]:

@@ -10,7 +10,7 @@ from textual.binding import Binding
 
 from console.dialogs import HelpGroup, help_rows
 from console.frame import ConsoleScreen
-from console.prompt_screen import PromptInput
+from console.prompt_input import PromptInput
 
 BUDGET_STEPS = (4, 8, 11, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MODES = ("off", "chain", "tree")

@@ -1,4 +1,4 @@
-"""Live: speed against plain decoding, acceptance, the round's time split, host and GPUs, events."""
+"""Live: speed against plain decoding, acceptance, a round's time, latency, host and GPUs, requests, events."""
 
 from __future__ import annotations
 
@@ -6,205 +6,147 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
 
-from console import formats
 from console.charts import TimeChart
-from console.figures import plain_baseline, verdict
-from console.formats import NA, clean_line, clock, duration, number, percent, rate, used_of
+from console.filtering import FilterLine
+from console.formats import clean_line, clock, rate
 from console.frame import ConsoleScreen, Panel, View
-from runtime.interface import STAGES, Baseline, GpuSample, HostSample
+from console.gpu_panel import host_text, host_title
+from console.request_list import RequestTable
+from console.speed_panel import (
+    histogram_text,
+    histogram_title,
+    latency_text,
+    latency_title,
+    positions_text,
+    speed_text,
+    split_text,
+    split_title,
+)
+from console.verdict import measured
+from runtime.interface import LogLine
 
-STALE_S = 5.0
-"""A host sample older than this is shown with its age."""
-POSITION_ROWS = 5
-EVENT_LINES = 50
+EVENT_LINES, EVENT_LINES_BROAD = 6, 20
+FEW_GPUS = 2
 
 
 class LiveScreen(ConsoleScreen):
     NAME = "Live"
+    AUTO_FOCUS = ""
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-wide"), (160, "-broad")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j,down", "scroll(1)", "down", show=False, tooltip="Scroll the screen down."),
         Binding("k,up", "scroll(-1)", "up", show=False, tooltip="Scroll the screen up."),
+        Binding(
+            "r",
+            "requests",
+            "requests",
+            tooltip="To the list of requests: Enter opens, x cancels, Esc leaves.",
+        ),
+        Binding("slash", "filter", "filter", show=False, tooltip="Filter the list of requests."),
+        Binding(
+            "v",
+            "everything",
+            "values",
+            show=False,
+            tooltip="All values of each GPU, or what fits on one line.",
+        ),
     ]
 
+    def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:
+        super().__init__(tabs)
+        self._everything: bool | None = None
+        """None: all values where the GPUs are few."""
+        self._table = RequestTable()
+        self._filter = FilterLine(self._table.filter, lambda: self._table)
+        self._view = View()
+
     def body(self) -> list[Widget]:
-        return [
-            VerticalScroll(
-                Panel("speed", id="speed"),
-                Horizontal(
-                    TimeChart("tok/s", id="tok_s_chart", classes="panel"),
-                    TimeChart("accept length", id="accept_chart", classes="panel"),
-                    id="charts",
-                ),
-                Horizontal(
-                    Panel("accepted, by position", id="positions"),
-                    Panel("time in a round", id="split"),
-                    id="rounds",
-                ),
-                Panel("host", id="host"),
-                Panel("events", id="events"),
-                id="live",
-                can_focus=False,
-            )
-        ]
+        left = Vertical(
+            Panel("speed", id="speed"),
+            Panel("host", id="host"),
+            Horizontal(
+                TimeChart("tok/s", id="tok_s_chart", classes="panel"),
+                TimeChart("accept length", id="accept_chart", classes="panel"),
+                TimeChart("CPU %", id="busy_chart", classes="panel"),
+                classes="beside",
+                id="charts",
+            ),
+            Panel("events", id="events"),
+            id="live_left",
+        )
+        right = Vertical(
+            Horizontal(
+                Panel("accept length", id="histogram"),
+                Panel("accepted, by position", id="positions"),
+                classes="beside",
+            ),
+            Horizontal(
+                Panel("time in a round", id="split"), Panel("latency", id="latency"), classes="beside"
+            ),
+            self._table,
+            self._filter,
+            id="live_right",
+        )
+        return [VerticalScroll(Horizontal(left, right, id="live_columns"), id="live", can_focus=False)]
 
     def action_scroll(self, rows: int) -> None:
         self.query_one("#live", VerticalScroll).scroll_relative(y=rows, animate=False)
 
+    def action_requests(self) -> None:
+        self._table.focus()
+
+    def action_filter(self) -> None:
+        self._filter.open()
+
+    def action_everything(self) -> None:
+        self._everything = not self._shows_everything(self._view)
+        self.show(self._view)
+
+    def _shows_everything(self, view: View) -> bool:
+        if self._everything is not None:
+            return self._everything
+        return view.host is not None and (len(view.host.gpus) <= FEW_GPUS or self.has_class("-broad"))
+
     def show(self, view: View) -> None:
+        self._view = view
         figures = view.figures
-        baseline = plain_baseline(view.status.baselines) if view.status is not None else None
-        self.query_one("#speed", Panel).put(speed_text(view, baseline))
-        level = baseline.tok_s if baseline is not None else None
-        charts = self.query_one("#tok_s_chart", TimeChart), self.query_one("#accept_chart", TimeChart)
-        charts[0].show(figures.tok_s_series, level, "" if level is None else f"; line: plain {rate(level)}")
-        charts[1].show(figures.accept_series)
+        self.query_one("#speed", Panel).put(speed_text(view))
+        host = self.query_one("#host", Panel)
+        host.border_title = host_title(view, self._shows_everything(view))
+        host.put(host_text(view, host.content_size.width, self._shows_everything(view)))
+        self._show_charts(view)
+        broad = self.has_class("-broad")
+        events = view.events[-(EVENT_LINES_BROAD if broad else EVENT_LINES) :]
+        self.query_one("#events", Panel).put(events_text(events))
+        histogram = self.query_one("#histogram", Panel)
+        histogram.border_title = histogram_title(view)
+        histogram.put(histogram_text(figures.accept_counts, histogram.content_size.width))
         positions = self.query_one("#positions", Panel)
         positions.put(positions_text(figures.by_position, positions.content_size.width))
         split = self.query_one("#split", Panel)
         split.border_title = split_title(view)
         split.put(split_text(view, split.content_size.width))
-        host = self.query_one("#host", Panel)
-        host.border_title = host_title(view)
-        host.put(host_text(view))
-        self.query_one("#events", Panel).put(events_text(view))
+        latency = self.query_one("#latency", Panel)
+        latency.border_title = latency_title(view.latency)
+        latency.put(latency_text(view.latency))
+        self._table.put(view.requests)
+
+    def _show_charts(self, view: View) -> None:
+        baseline = measured(view.status.baselines, "off") if view.status is not None else None
+        level = baseline.tok_s if baseline is not None else None
+        key = "" if level is None else f", plain {rate(level)}"
+        self.query_one("#tok_s_chart", TimeChart).show(view.figures.tok_s_series, level, key)
+        self.query_one("#accept_chart", TimeChart).show(view.figures.accept_series)
+        self.query_one("#busy_chart", TimeChart).show(view.busy.series, title=view.busy.words)
 
 
-def speed_text(view: View, baseline: Baseline | None) -> Text:
-    """tok/s and accept length: now, mean, peak; the verdict in words; what it is compared with."""
-    figures = view.figures
-    running = view.status is not None and view.status.running > 0
-    loading = view.status is None or view.status.state == "loading"
-    now = NA if loading else "prefill" if running else "idle"
-    text = Text()
-    text.append("tok/s  ")
-    text.append(f"{now if figures.idle else rate(figures.tok_s):>7}", "bold")
-    text.append(f" now {rate(figures.tok_s_mean):>7} mean {rate(figures.tok_s_peak):>7} peak")
-    text.append("  output tokens/s of decoding\n", "dim")
-    text.append("accept ")
-    text.append(f"{now if figures.idle else number(figures.accept_length):>7}", "bold")
-    text.append(f" now {number(figures.accept_mean):>7} mean             ")
-    text.append("  tokens/step, bonus included\n", "dim")
-    words = verdict(figures, baseline, view.description.speculation if view.description else None)
-    if loading:
-        words = "nothing can be decoded yet"
-    text.append(clean_line(words), verdict_style(words))
-    if figures.before is not None:
-        before = figures.before
-        text.append(f"\nbefore, with {before.setting}: ")
-        text.append(f"{rate(before.tok_s)} tok/s, accept length {number(before.accept_length)}")
-    text.append("\nplain baseline ")
-    if baseline is None:
-        text.append(f"{NA}: not measured yet", "dim")
-    else:
-        text.append(f"{rate(baseline.tok_s)} tok/s ")
-        text.append(f"({clean_line(baseline.conditions)}, {clock(baseline.measured_at_s)})", "dim")
-    return text
-
-
-def verdict_style(words: str) -> str:
-    if " pays" in words:
-        return "good"
-    return "bad" if " loses" in words or " inactive" in words else "bold"
-
-
-def positions_text(shares: tuple[float | None, ...], width: int) -> Text:
-    """Share of rounds that drafted a position in which it was accepted; filled column by column."""
-    if not shares:
-        return Text("n/a: nothing drafted with this setting yet", style="dim")
-    columns = -(-len(shares) // POSITION_ROWS)
-    column_width = max(width // columns, 9)
-    text = Text()
-    for row in range(min(POSITION_ROWS, len(shares))):
-        if row:
-            text.append("\n")
-        for column in range(columns):
-            index = column * POSITION_ROWS + row
-            if index >= len(shares):
-                continue
-            text.append(f"{index + 1:>2} {percent(shares[index]):>5} ")
-            text.append(formats.bar(shares[index], column_width - 11), "share")
-            text.append("  ")
-    return text
-
-
-def split_title(view: View) -> str:
-    """How long a round takes and how many rows the target verifies in it, on average."""
-    figures = view.figures
-    if figures.stages_s is None or figures.nodes is None:
-        return "time in a round"
-    return f"a round: {duration(sum(figures.stages_s))}, {figures.nodes:.1f} rows verified"
-
-
-def split_text(view: View, width: int) -> Text:
-    """Mean time of each stage of a decode round, in ms and as a share."""
-    stages = view.figures.stages_s
-    text = Text()
-    total = sum(stages) if stages else 0.0
-    for index, name in enumerate(STAGES):
-        if index:
-            text.append("\n")
-        seconds = stages[index] if stages else None
-        share = seconds / total if seconds is not None and total > 0 else None
-        text.append(f"{name:<7}{duration(seconds):>8} {percent(share):>5} ")
-        text.append(formats.bar(share, min(width - 23, 40)), "stage")
-    return text
-
-
-def host_title(view: View) -> str:
-    """The host by name, how old its figures are, why there is no GPU row."""
-    if view.host is None:
-        return "host"
-    title = f"host {clean_line(view.host.host, 60)}"
-    if view.place.attached_to is not None:
-        title += " (of the server)"
-    if view.host_age_s is not None and view.host_age_s > STALE_S:
-        title += f", {view.host_age_s:.0f} s old"
-    return f"{title}; {clean_line(view.host.gpu_note)}" if view.host.gpu_note else title
-
-
-def host_text(view: View) -> Text:
-    """Requests and slots, CPU and memory, one row a GPU."""
-    text = Text()
-    status = view.status
-    if status is None:
-        text.append("requests and slots n/a")
-    else:
-        text.append(f"{status.running} running · {status.waiting} waiting · KV slots ")
-        text.append(f"{status.slots_used} used, {status.slots_cached} kept, of {status.slots_total}")
-    text.append("\n")
-    text.append(_cpu_text(view.host) if view.host is not None else "CPU and memory n/a")
-    for gpu in view.host.gpus if view.host is not None else ():
-        text.append("\n")
-        text.append_text(gpu_text(gpu))
-    return text
-
-
-def _cpu_text(host: HostSample) -> str:
-    cores = f" of {host.cpu_count} cores" if host.cpu_count is not None else ""
-    return (
-        f"CPU {percent(host.cpu)}{cores} · load {number(host.load_1m)} · "
-        f"memory {used_of(host.memory_used, host.memory_total)} · runtime {formats.size(host.process_memory)}"
-    )
-
-
-def gpu_text(gpu: GpuSample) -> Text:
-    """One GPU in one row; a reading the device does not give is n/a."""
-    text = Text(f"GPU {gpu.index} {clean_line(gpu.name, 18):<18}")
-    text.append(f" {percent(gpu.utilisation):>5}  {used_of(gpu.memory_used, gpu.memory_total)}")
-    limit = f"/{gpu.power_limit_w:.0f}" if gpu.power_limit_w is not None else ""
-    text.append(f"  {NA if gpu.power_w is None else f'{gpu.power_w:.0f}{limit} W'}")
-    text.append(f"  {NA if gpu.temperature_c is None else f'{gpu.temperature_c:.0f} °C'}")
-    text.append(f"  {clean_line(gpu.state)}", "" if gpu.state == "ok" else "bad")
-    return text
-
-
-def events_text(view: View) -> Text:
+def events_text(lines: tuple[LogLine, ...]) -> Text:
     """Newest first, so that the latest is seen on a low screen."""
     text = Text()
-    for index, line in enumerate(reversed(view.lines[-EVENT_LINES:])):
+    for index, line in enumerate(reversed(lines)):
         if index:
             text.append("\n")
         bad = line.level in ("error", "critical")
@@ -212,4 +154,4 @@ def events_text(view: View) -> Text:
         if line.level != "info":
             text.append(f"{line.level} ", "bad" if bad else "bold")
         text.append(clean_line(line.text))
-    return text if view.lines else Text("none yet", style="dim")
+    return text if lines else Text.assemble(("none yet", "dim"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from textual.message import Message
 
 from runtime.interface import (
+    ChangePlan,
     Description,
+    GenerateRequest,
     HostSample,
+    Job,
     LogLine,
     RequestFinished,
     RequestStats,
@@ -56,6 +59,14 @@ class RequestArrived(Message):
         self.stats = stats
 
 
+class RequestsArrived(Replaceable):
+    """All requests the runtime knows: running and waiting ones, and those that finished last."""
+
+    def __init__(self, requests: tuple[RequestStats, ...]) -> None:
+        super().__init__()
+        self.requests = requests
+
+
 class StateChanged(Message):
     def __init__(self, change: StatusChanged) -> None:
         super().__init__()
@@ -93,10 +104,14 @@ class AnswerTokens(Message):
 
 
 class AnswerAdmitted(Message):
-    def __init__(self, turn: int, request_id: str, prompt_tokens: int, cached_tokens: int) -> None:
+    def __init__(
+        self, turn: int, request_id: str, prompt_tokens: int, cached_tokens: int, seed: int | None = None
+    ) -> None:
+        """`seed`: the one in use, also where the request named none."""
         super().__init__()
         self.turn = turn
         self.request_id = request_id
+        self.seed = seed
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
 
@@ -130,3 +145,56 @@ class ChangeRefused(Message):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.text = text
+
+
+class PlanArrived(Message):
+    """What a collected change would do, or why that cannot be told."""
+
+    def __init__(self, change: dict[str, object], plan: ChangePlan | None, refusal: str) -> None:
+        super().__init__()
+        self.change = change
+        self.plan = plan
+        self.refusal = refusal
+
+
+class JobChanged(Message):
+    """A job began, got on or ended."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, JobChanged) and message.job.id == self.job.id and not message.job.over
+
+
+class JobNotStarted(Message):
+    """An order about a job was refused; `field` is the parameter at fault, if one is."""
+
+    def __init__(self, kind: str, reason: str, field: str | None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.reason = reason
+        self.field = field
+
+
+class Told(Message):
+    """A screen has one line for the operator."""
+
+    def __init__(self, text: str, bad: bool = False) -> None:
+        super().__init__()
+        self.text = text
+        self.bad = bad
+
+
+class AnswerWanted(Message):
+    """A turn is to be answered."""
+
+    def __init__(self, turn: int, request: GenerateRequest) -> None:
+        super().__init__()
+        self.turn = turn
+        self.request = request
+
+
+class AnswersUnwanted(Message):
+    """Whatever is being answered for this console is to end."""

@@ -2,96 +2,54 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, ClassVar
 
 from rich.text import Text
-from textual import events
 from textual.binding import Binding, BindingType
-from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import TextArea
 
 from console import messages
-from console.conversation import Conversation, History, Turn
+from console.ask_dialogs import SettingsDialog, TokensDialog, TranscriptDialog
+from console.ask_settings import AskSettings
+from console.compare_screen import CompareScreen
+from console.comparison import Comparison
+from console.conversation import Conversation, Turn
+from console.copying import copy, short
 from console.formats import clean_line, clean_text
 from console.frame import ConsoleScreen, Panel, View, styled
-from console.transcript import LEGEND_MARKED, LEGEND_PLAIN, Transcript, TurnView
-from runtime.interface import GenerateRequest, TokenPiece
+from console.prompt_input import PromptInput
+from console.transcript import LEGENDS, Transcript, TurnView, spans
+from console.transcript_file import default_path, save
+from runtime.interface import Mode
 
 SERVING = ("ready", "degraded")
-INPUT_ROWS = 5
-
-
-class PromptInput(TextArea):
-    """A prompt of one or more lines: Enter sends it, up and down walk through earlier ones at the edges."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "send", tooltip="Send the prompt."),
-        Binding("ctrl+j,shift+enter", "newline", "newline", show=False, tooltip="Start another line."),
-        Binding("escape", "screen.leave_input", "leave", tooltip="Leave the input; the text stays."),
-    ]
-
-    class Sent(Message):
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
-
-    def __init__(self) -> None:
-        super().__init__(
-            id="prompt", compact=True, highlight_cursor_line=False, placeholder="i: type a prompt here"
-        )
-        self.history_of_prompts = History()
-
-    async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.prevent_default()  # The text area would insert a line break and end the key's way.
-
-    async def _on_paste(self, event: events.Paste) -> None:
-        event.text = clean_text(event.text)
-
-    def action_send(self) -> None:
-        self.post_message(self.Sent(self.text))
-
-    def action_newline(self) -> None:
-        self.insert("\n")
-
-    def action_cursor_up(self, select: bool = False) -> None:
-        if select or not self.cursor_at_first_line:
-            super().action_cursor_up(select)
-        else:
-            self.replace_with(self.history_of_prompts.older(self.text))
-
-    def action_cursor_down(self, select: bool = False) -> None:
-        if select or not self.cursor_at_last_line:
-            super().action_cursor_down(select)
-        else:
-            self.replace_with(self.history_of_prompts.newer())
-
-    def replace_with(self, text: str | None) -> None:
-        """Shows `text` with the cursor at its end; None leaves everything as it is."""
-        if text is not None:
-            self.text = text
-            self.move_cursor(self.document.end)
 
 
 class PromptScreen(ConsoleScreen):
     NAME = "Prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "marks", "marks", tooltip="Mark bonus tokens, or stop marking them."),
-        Binding("n", "new", "new", tooltip="Begin another conversation; the present one is forgotten."),
+        Binding("o", "settings", "options", tooltip="System prompt, temperature, seed, stop and the like."),
+        Binding("b", "both", "both", tooltip="The prompt in two modes side by side: same text? how fast?"),
+        Binding("l", "tokens", "tokens", show=False, tooltip="Tokens of the last answer, one by one."),
+        Binding("d", "marks", "marks", show=False, tooltip="How bonus tokens are marked."),
+        Binding("y", "copy", "copy", show=False, tooltip="Copy the last answer."),
+        Binding("w", "save", "save", show=False, tooltip="Save the conversation to a file."),
+        Binding(
+            "n", "new", "new", show=False, tooltip="Begin another conversation; the present one is forgotten."
+        ),
     ]
-
-    class Asked(Message):
-        """A turn is to be answered."""
-
-        def __init__(self, turn: int, request: GenerateRequest) -> None:
-            super().__init__()
-            self.turn = turn
-            self.request = request
 
     def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:
         super().__init__(tabs)
         self.conversation = Conversation()
+        self.settings = AskSettings()
+        self._config: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._dtype: str | None = None
+        self._comparing: CompareScreen | None = None
         self._views: dict[int, TurnView] = {}
         self._waiting: Turn | None = None
         self._state = "starting"
@@ -101,14 +59,16 @@ class PromptScreen(ConsoleScreen):
         return [
             Transcript(),
             Panel(id="legend", classes="bar line"),
+            Panel(id="prompt_settings", classes="bar line"),
             Panel(id="prompt_note", classes="bar"),
             PromptInput(),
         ]
 
     def on_mount(self) -> None:
         super().on_mount()
-        self.query_one("#legend", Panel).put(Text(LEGEND_MARKED))
+        self.query_one("#legend", Panel).put(Text(LEGENDS[self.query_one(Transcript).marks]))
         self._note("")
+        self._show_settings()
         self.set_focus(self.query_one(Transcript))
 
     # Keys
@@ -121,9 +81,8 @@ class PromptScreen(ConsoleScreen):
 
     def action_marks(self) -> None:
         transcript = self.query_one(Transcript)
-        transcript.toggle_marks()
-        legend = LEGEND_MARKED if transcript.marked else LEGEND_PLAIN
-        self.query_one("#legend", Panel).put(Text(legend))
+        transcript.next_marks()
+        self.query_one("#legend", Panel).put(Text(LEGENDS[transcript.marks]))
 
     def action_new(self) -> None:
         if self.conversation.open_turn is not None:
@@ -133,6 +92,76 @@ class PromptScreen(ConsoleScreen):
         self._views.clear()
         self.query_one(Transcript).clear()
         self._note("another conversation")
+
+    def action_settings(self) -> None:
+        def chosen(settings: AskSettings | None) -> None:
+            if settings is not None:
+                self.settings = settings
+                self._show_settings()
+
+        self.app.push_screen(SettingsDialog(self.settings, self._config), chosen)
+
+    def _show_settings(self) -> None:
+        line = self.query_one("#prompt_settings", Panel)
+        words = self.settings.summary
+        line.display = bool(words)
+        line.put(Text.assemble(("asked with ", "dim"), clean_line(words)))
+
+    def action_tokens(self) -> None:
+        turn = next((turn for turn in reversed(self.conversation.turns) if turn.pieces), None)
+        if turn is None:
+            self._note("no tokens yet: ask something first", bad=True)
+        else:
+            self.app.push_screen(TokensDialog(turn))
+
+    def action_copy(self) -> None:
+        turn = next((turn for turn in reversed(self.conversation.turns) if turn.text), None)
+        if turn is None:
+            self._note("nothing to copy: there is no answer yet", bad=True)
+        else:
+            self._note(*copy(self.app, turn.text, "the last answer"))
+
+    def action_save(self) -> None:
+        if not self.conversation.turns:
+            self._note("nothing to save: the conversation is empty", bad=True)
+        else:
+            self.app.push_screen(TranscriptDialog(default_path(time.time())), self._save)
+
+    def _save(self, path: Path | None) -> None:
+        if path is not None:
+            self.run_worker(self._write(path), name="save", exit_on_error=False)
+
+    async def _write(self, path: Path) -> None:
+        turns = tuple(self.conversation.turns)
+        try:
+            await asyncio.to_thread(save, path, turns, self.settings, self._facts)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._note(f"not saved: {path}: {reason}", bad=True)
+        else:
+            self._note(f"saved to {short(path)}")
+
+    def action_both(self) -> None:
+        box = self.query_one(PromptInput)
+        turns = self.conversation.turns
+        prompt = box.text.strip() or (turns[-1].prompt if turns else "")
+        if not prompt:
+            self._note("nothing to compare: type a prompt first, or ask one", bad=True)
+            return
+        if self.conversation.open_turn is not None:
+            self._note("one answer at a time: x cancels the present one", bad=True)
+            return
+        if self._state not in SERVING:
+            self._note(f"not now: the engine is {self._state_words}", bad=True)
+            return
+        before = Conversation(turns if box.text.strip() else turns[:-1], self.conversation)
+
+        def make(mode: Mode) -> Comparison:
+            return Comparison.of(before, prompt, self.settings, mode, self._config, self._dtype)
+
+        mode: Mode = "chain" if self._config.get("mode") == "chain" else "tree"
+        self._comparing = CompareScreen(make, mode, self.query_one(Transcript).marks)
+        self.app.push_screen(self._comparing)
 
     # Asking
 
@@ -160,7 +189,8 @@ class PromptScreen(ConsoleScreen):
             return
         if self._state in SERVING:
             self._waiting = None
-            self.post_message(self.Asked(turn.number, self.conversation.request(turn)))
+            request = self.conversation.request(turn, self.settings)
+            self.app.post_message(messages.AnswerWanted(turn.number, request))
             self._draw(turn, "prefill")
         elif self._state == "failed":
             self.fail(turn.number, f"the engine failed: {self._state_words}")
@@ -178,6 +208,9 @@ class PromptScreen(ConsoleScreen):
     def show(self, view: View) -> None:
         if view.status is None:
             return
+        self._config = view.config
+        self._facts = facts(view)
+        self._dtype = view.description.dtype if view.description is not None else None
         self._state = str(view.status.state)
         self._state_words = view.state_words
         if self._state == "failed":
@@ -187,36 +220,46 @@ class PromptScreen(ConsoleScreen):
     # Answers
 
     def admitted(self, event: messages.AnswerAdmitted) -> None:
-        turn = self.conversation.turn(event.turn)
+        turn = self._turn(event.turn)
         if turn is not None:
-            turn.request_id = event.request_id
+            turn.request_id, turn.seed = event.request_id, event.seed
             turn.prompt_tokens, turn.cached_tokens = event.prompt_tokens, event.cached_tokens
 
     def tokens(self, event: messages.AnswerTokens) -> None:
-        turn = self.conversation.turn(event.turn)
+        turn = self._turn(event.turn)
         if turn is None or turn.ended:
             return
         turn.pieces.extend(event.pieces)
         turn.rounds, turn.decode_s = event.rounds, event.decode_s
+        if turn.number not in self._views:
+            self._compared(turn, event)
+            return
         self._view(turn).append(spans(event.pieces))
         self._draw(turn)
 
     def finished(self, event: messages.AnswerFinished) -> None:
-        turn = self.conversation.turn(event.turn)
+        turn = self._turn(event.turn)
         if turn is None or turn.ended:
             return
         turn.ended, turn.stats, turn.tail = True, event.finished.stats, event.finished.tail
         turn.error = event.finished.error or ""
+        if turn.number not in self._views:
+            self._compared(turn, tail=turn.tail)
+            return
         if turn.tail:
             self._view(turn).append([(clean_text(turn.tail), True)])
         self._draw(turn)
 
     def fail(self, number: int, reason: str) -> None:
         """Ends a turn that broke; without a token it leaves the transcript, its prompt goes to the input."""
-        turn = self.conversation.turn(number)
+        turn = self._turn(number)
         if turn is None or turn.ended:
             return
         turn.ended = True
+        if number not in self._views:
+            turn.error = reason
+            self._compared(turn)
+            return
         if self._waiting is turn:
             self._waiting = None
         self._note(reason, bad=True)
@@ -230,6 +273,16 @@ class PromptScreen(ConsoleScreen):
         box = self.query_one(PromptInput)
         if not box.text:
             box.replace_with(turn.prompt)
+
+    def _turn(self, number: int) -> Turn | None:
+        turn = self.conversation.turn(number)
+        if turn is None and self._comparing is not None:
+            turn = self._comparing.turn(number)
+        return turn
+
+    def _compared(self, turn: Turn, event: messages.AnswerTokens | None = None, tail: str = "") -> None:
+        if self._comparing is not None and self._comparing.is_attached:
+            self._comparing.took(turn, event, tail)
 
     def _view(self, turn: Turn) -> TurnView:
         return self._views[turn.number]
@@ -245,13 +298,15 @@ class PromptScreen(ConsoleScreen):
         note.put(styled(clean_line(text), "bad" if bad else "bold"))
 
 
-def spans(pieces: tuple[TokenPiece, ...]) -> list[tuple[str, bool]]:
-    """Cleaned text of pieces; neighbours of the same origin are joined."""
-    joined: list[tuple[str, bool]] = []
-    for piece in pieces:
-        text = clean_text(piece.text)
-        if joined and joined[-1][1] == piece.drafted:
-            joined[-1] = (joined[-1][0] + text, piece.drafted)
-        elif text:
-            joined.append((text, piece.drafted))
-    return joined
+def facts(view: View) -> dict[str, Any]:
+    """What a saved conversation says of what answered it."""
+    found = {name: view.config.get(name) for name in ("model", "drafter", "engine", "mode", "temperature")}
+    if view.description is not None:
+        found |= {
+            "target": view.description.target,
+            "dtype": view.description.dtype,
+            "host": view.description.host,
+        }
+    return {name: value for name, value in found.items() if value is not None} | {
+        "tree_budget": view.tree_budget
+    }

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from console.app import ConsoleApp, Ending, no_color
 from console.bridge import RuntimeOpener
 from console.frame import Place
+from console.preferences import PreferenceFile
 from console.terminal import Deadline, Terminal
 from runtime.interface import Runtime
 
@@ -39,6 +40,7 @@ def run_console(
     attached_to: str | None = None,
     service: Service | None = None,
     author: str = "console",
+    preferences: PreferenceFile | None = None,
 ) -> int:
     """Runs a console over the runtime that `opener` gives; returns the exit code. There must be a terminal.
 
@@ -47,10 +49,20 @@ def run_console(
     """
     if not no_color():
         os.environ.pop("NO_COLOR", None)  # Textual turns colour off for an empty value too.
+    if attached_to is None:
+        from multiprocessing import resource_tracker
+
+        # An engine may have to start processes while Textual holds stderr, when this cannot be started any more.
+        resource_tracker.ensure_running()
     place = Place(attached_to, service.url if service else None)
     with Terminal() as terminal:
         app = ConsoleApp(
-            _serving(opener, service), read_only=read_only, terminal=terminal, place=place, author=author
+            _serving(opener, service),
+            read_only=read_only,
+            terminal=terminal,
+            place=place,
+            author=author,
+            preferences=preferences,
         )
         with Deadline(terminal) as deadline:
             ending = asyncio.run(_drive(app, deadline if service is None else None))

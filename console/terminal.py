@@ -87,6 +87,8 @@ class Terminal:
     def __init__(self) -> None:
         self.lines: deque[str] = deque(maxlen=KEEP_LINES)
         """Captured output, one entry a line; the app takes them out."""
+        self.left_out = 0
+        """Captured lines that came faster than they were taken and are gone."""
         self.drawing = False
         """True while the terminal is in the app's modes."""
         self.screen: _Screen
@@ -151,6 +153,9 @@ class Terminal:
     def take_lines(self, most: int) -> list[str]:
         """Up to `most` captured lines, oldest first."""
         taken: list[str] = []
+        if self.left_out:
+            taken.append(f"{self.left_out} lines of output were left out: they came too fast")
+            self.left_out = 0
         while self.lines and len(taken) < most:
             taken.append(self.lines.popleft())
         return taken
@@ -174,7 +179,9 @@ class Terminal:
             *lines, partial = (partial + decode(data)).replace("\r", "\n").split("\n")
             if len(partial) > MAX_PARTIAL:
                 lines, partial = [*lines, partial], ""
-            self.lines.extend(line for line in lines if line.strip())
+            lines = [line for line in lines if line.strip()]
+            self.left_out += max(0, len(self.lines) + len(lines) - KEEP_LINES)
+            self.lines.extend(lines)
         if partial.strip():
             self.lines.append(partial)
 

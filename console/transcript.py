@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -14,29 +14,51 @@ from textual.widgets import Static
 from console.conversation import Turn
 from console.formats import NA, clean_line, clean_text, duration, number, rate
 from console.frame import Panel, styled
+from runtime.interface import TokenPiece
 
 BLOCK_CHARS = 300
 """A longer block of an answer ends at its next line break, so that only a short one is wrapped again."""
 MAX_BLOCK_CHARS = 20_000
 MAX_TURNS = 100
 """Older turns leave the screen; the conversation keeps them."""
-LEGEND_MARKED = "plain: drafted, accepted · underlined: bonus token, the target's own · d hides"
-LEGEND_PLAIN = "d marks drafted and bonus tokens"
+Marks = Literal["underlined", "quoted", "hidden"]
+LEGENDS: dict[Marks, str] = {
+    "underlined": "plain: drafted · underlined: bonus token, the target's own · d: ‹in quotes›",
+    "quoted": "plain: drafted · ‹in quotes›: bonus token, the target's own · d hides",
+    "hidden": "d marks drafted and bonus tokens",
+}
+"""How bonus tokens are marked, in the order in which `d` goes on, and what is said about it."""
 
 Span = tuple[str, bool]
 """Cleaned text and whether it was drafted."""
 
 
+def spans(pieces: tuple[TokenPiece, ...]) -> list[tuple[str, bool]]:
+    """Cleaned text of pieces; neighbours of the same origin are joined."""
+    joined: list[tuple[str, bool]] = []
+    for piece in pieces:
+        text = clean_text(piece.text)
+        if joined and joined[-1][1] == piece.drafted:
+            joined[-1] = (joined[-1][0] + text, piece.drafted)
+        elif text:
+            joined.append((text, piece.drafted))
+    return joined
+
+
 class AnswerText(Vertical):
     """Streamed text in blocks; only the last block changes."""
 
-    def __init__(self, marked: bool) -> None:
+    def __init__(self, marks: Marks) -> None:
         super().__init__(classes="answer_text")
-        self._marked = marked
+        self._marks = marks
         self._blocks: list[list[Span]] = [[]]
+        self._panels = [Panel(classes="answer_block")]
+        """One a block, also before they are on the screen."""
+        self._on_screen = False
 
     def compose(self) -> ComposeResult:
-        yield Panel(classes="answer_block")
+        yield from self._panels
+        self._on_screen = True
 
     def append(self, spans: Iterable[Span]) -> None:
         """Adds text at the end."""
@@ -60,11 +82,13 @@ class AnswerText(Vertical):
     def _close_block(self) -> None:
         self._draw(len(self._blocks) - 1)
         self._blocks.append([])
-        self.mount(Panel(classes="answer_block"))
+        self._panels.append(Panel(classes="answer_block"))
+        if self._on_screen:
+            self.mount(self._panels[-1])
 
-    def mark(self, marked: bool) -> None:
-        """Draws everything again with or without the marks of bonus tokens."""
-        self._marked = marked
+    def mark(self, marks: Marks) -> None:
+        """Draws everything again with other marks of bonus tokens."""
+        self._marks = marks
         for index in range(len(self._blocks)):
             self._draw(index)
 
@@ -72,26 +96,28 @@ class AnswerText(Vertical):
         text = Text(overflow="fold")
         for part, drafted in self._blocks[index]:
             bare = part.strip()
-            if drafted or not self._marked or not bare:
+            if drafted or self._marks == "hidden" or not bare:
                 text.append(part)
                 continue
             start = part.index(bare)
             text.append(part[:start])
-            text.append(bare, "bonus")
+            if self._marks == "quoted":
+                text.append(f"‹{bare}›")
+            else:
+                text.append(bare, "bonus")
             text.append(part[start + len(bare) :])
         if index and text.plain.startswith("\n"):
             text = text[1:]
-        self.query(Panel)[index].put(text)
+        self._panels[index].put(text)
 
 
 class TurnView(Vertical):
     """One prompt, its answer and the answer's figures."""
 
-    def __init__(self, turn: Turn, marked: bool) -> None:
+    def __init__(self, turn: Turn, marks: Marks) -> None:
         super().__init__(classes="turn")
         self.turn = turn
-        self._marked = marked
-        self._text = AnswerText(marked)
+        self._text = AnswerText(marks)
         self._figures = Panel(classes="answer_figures line")
         self._foot = Panel(classes="answer_foot")
 
@@ -103,8 +129,8 @@ class TurnView(Vertical):
     def append(self, spans: Iterable[Span]) -> None:
         self._text.append(spans)
 
-    def mark(self, marked: bool) -> None:
-        self._text.mark(marked)
+    def mark(self, marks: Marks) -> None:
+        self._text.mark(marks)
 
     def show(self, waiting: str) -> None:
         """Draws the figures; `waiting` says why there is no token yet."""
@@ -125,6 +151,8 @@ def figures_text(turn: Turn) -> Text:
     return text
 
 
+GREEDY_BELOW = 1e-4
+"""Temperatures below it need no seed."""
 FINISH_WORDS = {"length": "ended at the token limit", "cancelled": "cancelled", "error": "failed"}
 
 
@@ -138,6 +166,10 @@ def foot_text(turn: Turn, waiting: str) -> Text:
             parts.append(FINISH_WORDS[turn.stats.finish_reason])
         if turn.stats.plain_reason:
             parts.append(f"decoded plainly: {turn.stats.plain_reason}")
+        if turn.stats.continued:
+            parts.append(turn.stats.continued)
+        if turn.stats.temperature >= GREEDY_BELOW and turn.seed is not None:
+            parts.append(f"seed {turn.seed}")
         if turn.stats.cached_tokens:
             parts.append(f"{turn.stats.cached_tokens} of {turn.stats.prompt_tokens} prompt tokens reused")
     if turn.error:
@@ -157,7 +189,7 @@ class Transcript(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(id="transcript")
-        self.marked = True
+        self.marks: Marks = "underlined"
 
     def compose(self) -> ComposeResult:
         yield Static(
@@ -174,7 +206,7 @@ class Transcript(VerticalScroll):
         shown = list(self.query(TurnView))
         for old in shown[: max(len(shown) + 1 - MAX_TURNS, 0)]:
             old.remove()
-        view = TurnView(turn, self.marked)
+        view = TurnView(turn, self.marks)
         self.mount(view)
         self.anchor()
         return view
@@ -188,7 +220,8 @@ class Transcript(VerticalScroll):
         self.query(TurnView).remove()
         self.query_one("#empty").display = True
 
-    def toggle_marks(self) -> None:
-        self.marked = not self.marked
+    def next_marks(self) -> None:
+        kinds = list(LEGENDS)
+        self.marks = kinds[(kinds.index(self.marks) + 1) % len(kinds)]
         for view in self.query(TurnView):
-            view.mark(self.marked)
+            view.mark(self.marks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.config import RuntimeConfig
 from runtime.interface import GenerateRequest, RequestRejected
@@ -69,6 +69,18 @@ def admit(
         )
     stop_ids = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else limits.eos_token_ids)
     return Admitted(prompt, _sampling(request, config, stop_ids, new_tokens), new_tokens, stop_ids, slots)
+
+
+def readmit(admitted: Admitted, limits: Limits) -> Admitted:
+    """`admitted` under the `limits` of another engine; raises RequestRejected where it does not fit there."""
+    tokens = len(admitted.prompt) + admitted.max_new_tokens
+    slots = tokens + limits.slot_reserve
+    if tokens > limits.max_seq_len or slots > limits.kv_slots:
+        raise RequestRejected(
+            f"the engine was rebuilt with less room: the request needs {tokens} positions and {slots} KV slots, there "
+            f"are {limits.max_seq_len} (max_seq_len) and {limits.kv_slots} (kv_slots)"
+        )
+    return replace(admitted, slots=slots)
 
 
 def _sampling(

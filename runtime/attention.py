@@ -44,7 +44,7 @@ class Step:
     @classmethod
     def of(cls, pool: Pool, segments: Seq[Segment]) -> Step:
         """A step over `segments`: on a GPU several sequences run padded, on a CPU one after the other."""
-        device = pool.keys.device
+        device = pool.device
         together = device.type != "cpu" and len(segments) > 1
         return cls(pool, tuple(segments), pad_segments(segments, device) if together else None)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from runtime.auto import CHAIN, PLAIN, Auto, Observed, Outcome
+from runtime.config import RuntimeConfig
 from runtime.loader import Loaded
 from runtime.race import Arm
 from runtime.round import RoundResult
@@ -23,7 +24,8 @@ class AutoPlay:
 
     def __init__(self, loaded: Loaded) -> None:
         most = loaded.limits.max_tree_budget
-        horizon = loaded.models.draft_horizon if loaded.no_drafter_reason is None else 0
+        self._drafts = loaded.no_drafter_reason is None
+        horizon = loaded.models.draft_horizon if self._drafts else 0
         self._auto = Auto((each for each in BUDGETS if each <= most), horizon, _accepts(loaded))
         self._arm: Arm = self._auto.arm
         self._round = 0
@@ -32,6 +34,10 @@ class AutoPlay:
     def told(self) -> str:
         """What is played and why, in one line."""
         return f"{self._auto.arm}; {self._auto.reason}"
+
+    def follows(self, mode: str | None, config: RuntimeConfig) -> bool:
+        """Whether a request that asks for `mode` leaves it to auto mode."""
+        return mode is None and config.mode == "auto" and self._drafts
 
     def speculation(self) -> Speculation:
         if self._arm == PLAIN:

@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,9 @@ def run_bench(plan: BenchPlan, progress: Callable[[str], None] = lambda _line: N
     engine = Engine(load(plan.config, lambda _share, what: progress(what)), plan.config, default_budget=0)
     progress("measuring this host")
     calibration = calibrate(engine)
-    cases, notes = _cases(plan, engine, calibration.tree_budget)
+    configured = plan.config.tree_budget
+    budget = calibration.tree_budget if configured is None else configured
+    cases, notes = list_cases(plan, budget, engine.loaded.no_drafter_reason)
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
     _run_case(engine, cases[-1], prompts[: cases[-1].concurrency], SETTLE_TOKENS)
     load_before = os.getloadavg()[0]
@@ -160,6 +162,13 @@ def run_bench(plan: BenchPlan, progress: Callable[[str], None] = lambda _line: N
             )
             runs[case].append(_run_case(engine, case, prompts, plan.max_tokens))
     engine.check_integrity()
+    return BenchReport(
+        _conditions(plan, engine, len(prompts), load_before), ranked(runs), (*notes, calibration.summary)
+    )
+
+
+def ranked(runs: Mapping[Case, Sequence[Run]]) -> tuple[CaseResult, ...]:
+    """The results of all cases, each beside plain decoding; fastest first within each load and temperature."""
     plain = {
         (case.concurrency, case.temperature): statistics.median(run.tok_s for run in done)
         for case, done in runs.items()
@@ -169,10 +178,7 @@ def run_bench(plan: BenchPlan, progress: Callable[[str], None] = lambda _line: N
         CaseResult(case, tuple(done), plain.get((case.concurrency, case.temperature)))
         for case, done in runs.items()
     ]
-    results.sort(key=lambda r: (r.case.temperature, r.case.concurrency, -r.median("tok_s")))
-    return BenchReport(
-        _conditions(plan, engine, len(prompts), load_before), tuple(results), (*notes, calibration.summary)
-    )
+    return tuple(sorted(results, key=lambda r: (r.case.temperature, r.case.concurrency, -r.median("tok_s"))))
 
 
 def _prompts(plan: BenchPlan) -> list[dict[str, Any]]:
@@ -181,11 +187,12 @@ def _prompts(plan: BenchPlan) -> list[dict[str, Any]]:
     return [prompt for kind in bundled_prompts(plan.prompts_per_kind).values() for prompt in kind]
 
 
-def _cases(plan: BenchPlan, engine: Engine, calibrated: int) -> tuple[list[Case], list[str]]:
-    """The cases to run, and a line for each that cannot be."""
-    reason = engine.loaded.no_drafter_reason
-    configured = plan.config.tree_budget
-    budgets = plan.budgets or (calibrated if configured is None else configured,)
+def list_cases(plan: BenchPlan, budget: int, reason: str | None) -> tuple[list[Case], list[str]]:
+    """The cases to run, and a line for each that cannot be.
+
+    `budget` is the one in force, for a plan that lists none; `reason` says why there is no speculation, if so.
+    """
+    budgets = plan.budgets or (budget,)
     cases: list[Case] = []
     notes = []
     for mode in plan.modes:
@@ -240,7 +247,7 @@ def _conditions(plan: BenchPlan, engine: Engine, prompts: int, load_before: floa
     target = engine.models.target
     return {
         "host": platform.node(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": engine.loaded.threads,
@@ -256,7 +263,8 @@ def _conditions(plan: BenchPlan, engine: Engine, prompts: int, load_before: floa
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as the kernel names it; n/a where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -9,6 +9,8 @@ from typing import Any
 from runtime.config import EFFECTS, RuntimeConfig
 from runtime.interface import AppliedChange, ChangePlan, ConfigRejected, FieldChange, RequestStats
 
+NOTHING_REFUSED: Mapping[str, str] = {}
+
 
 def plan_change(
     config: RuntimeConfig,
@@ -16,10 +18,13 @@ def plan_change(
     revision: int,
     running: Sequence[RequestStats],
     budget_in_use: int | None,
+    outage_s: float | None = None,
+    refused: Mapping[str, str] = NOTHING_REFUSED,
 ) -> ChangePlan:
     """The plan of `change` to `config`; raises ConfigRejected where a field or value is wrong.
 
-    `budget_in_use` stands in for a tree budget the configuration leaves to calibration.
+    `budget_in_use` stands in for a tree budget the configuration leaves to calibration, `outage_s` is what a rebuild
+    is expected to take, `refused` has the reasons why fields cannot take their new values.
     """
     changed = config.changed(change)
     changes = []
@@ -28,20 +33,21 @@ def plan_change(
         if old == new:
             continue
         shown = budget_in_use if field == "tree_budget" and old is None else old
-        effect = EFFECTS[field]
-        note = "" if effect == "live" else "takes effect at the next start"
+        effect = "refused" if field in refused else EFFECTS[field]
+        note = refused.get(field, "" if effect == "live" else "the engine is rebuilt")
         changes.append(FieldChange(field=field, old=shown, new=new, effect=effect, note=note))
-    rebuilds = [each.field for each in changes if each.effect == "rebuild"]
+    rebuilds = any(each.effect == "rebuild" for each in changes)
+    refusals = [each.note for each in changes if each.effect == "refused"]
     moves = any(each.field == "temperature" for each in changes)
     unreached = len(running) if moves else 0
     return ChangePlan(
         revision=revision,
         changes=tuple(changes),
-        allowed=not rebuilds,
+        allowed=not refusals,
         requests_running=len(running),
         unreached=unreached,
-        outage_s=None if rebuilds else 0.0,
-        summary=_summary(changes, rebuilds, unreached),
+        outage_s=outage_s if rebuilds else 0.0,
+        summary="; ".join(refusals) or _summary(changes, outage_s if rebuilds else 0.0, running, unreached),
     )
 
 
@@ -90,15 +96,22 @@ def check_revision(given: int, current: int, history: Sequence[AppliedChange]) -
         )
 
 
-def _summary(changes: Sequence[FieldChange], rebuilds: Sequence[str], unreached: int) -> str:
+def _summary(
+    changes: Sequence[FieldChange], outage_s: float | None, running: Sequence[RequestStats], unreached: int
+) -> str:
     if not changes:
         return "nothing to change"
-    if rebuilds:
-        names = ", ".join(rebuilds)
-        return f"{names}: cannot change while the engine runs; restart ddtree with the value wanted"
     text = ", ".join(f"{each.field} {_shown(each.old)} -> {_shown(each.new)}" for each in changes)
     if unreached:
         text += f"; {unreached} running request{'s' if unreached > 1 else ''} keep the temperature they began with"
+    if outage_s is None or outage_s > 0.0:
+        text += "; the engine is rebuilt, expected outage " + (
+            "unknown" if outage_s is None else f"{outage_s:.1f} s"
+        )
+        if running:
+            text += (
+                f"; {len(running)} request{'s' if len(running) > 1 else ''} in flight: accepted text is kept"
+            )
     return text
 
 

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -28,7 +28,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from runtime.interface import ConfigRejected
-from runtime.rejection import kind_of, nearest, rejection
+from runtime.native_layouts import Layout
+from runtime.rejection import allowed, kind_of, nearest, rejection
 
 ENV_PREFIX = "DDTREE_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -71,8 +72,8 @@ class RuntimeConfig(BaseModel):
     """Name of an embedded model, a GGUF file or a Hugging Face folder."""
     drafter: Text | None = None
     """Folder in the published DFlash format; None = the one shipped for the model; "none" = no drafter."""
-    layout: Literal["single"] = "single"
-    """Parallelism mode; single = one process on one device."""
+    layout: Layout = "single"
+    """Parallelism mode: single (one process), or two ranks: tp2, ep2, pp2, tp2ep2."""
     mode: Literal["off", "chain", "tree", "auto"] = "tree"
     """auto: off, chain or tree and its budget are chosen round by round, from costs and acceptance as measured."""
     tree_budget: int | None = Field(default=None, ge=0, le=1024)
@@ -92,6 +93,8 @@ class RuntimeConfig(BaseModel):
     """Largest budget a live change may set; slots for it are reserved with each request."""
     max_queue: int = Field(default=256, ge=0)
     """Requests that may wait beside those that run; more are turned away at once."""
+    rebuild_drain: float = Field(default=2.0, ge=0.0, le=86400.0)
+    """Seconds running requests get to finish before the engine is rebuilt; the rest goes on in the new one."""
     queue_timeout: float = Field(default=30.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
@@ -155,6 +158,7 @@ LIVE_FIELDS = frozenset(
         "max_concurrency",
         "max_queue",
         "queue_timeout",
+        "rebuild_drain",
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",
@@ -164,6 +168,21 @@ LIVE_FIELDS = frozenset(
 EFFECTS: dict[str, Effect] = {
     name: "live" if name in LIVE_FIELDS else "rebuild" for name in RuntimeConfig.model_fields
 }
+
+
+def range_of(name: str) -> str:
+    """What a field takes, in words, such as "a whole number from 0 to 1024, or auto"."""
+    return (allowed(RuntimeConfig.model_fields[name], "auto") or "n/a").removeprefix("must be ")
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values of a field that has few of them, as text; empty for numbers and free text."""
+    kind, optional = kind_of(RuntimeConfig.model_fields[name])
+    if kind is bool:
+        return ("true", "false")
+    if get_origin(kind) is Literal:
+        return (*map(str, get_args(kind)), *(("auto",) if optional else ()))
+    return ()
 
 
 class ResolvedConfig(BaseModel):

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.config import RuntimeConfig
 from runtime.interface import Runtime
@@ -19,14 +19,17 @@ _attendants: set[asyncio.Task[None]] = set()
 """A loop keeps no reference to its tasks."""
 
 
-async def open_runtime(config: RuntimeConfig, fall_back: bool = True) -> Runtime:
+async def open_runtime(
+    config: RuntimeConfig, fall_back: bool = False, origins: Mapping[str, str] | None = None
+) -> Runtime:
     """An in-process runtime for `config`; returns at once and loads afterwards.
 
     With `fall_back` the last good configuration is tried once if `config` does not come up, and kept once proved.
+    `origins`: field to where its value came from.
     """
     from runtime.local import LocalRuntime
 
-    runtime = LocalRuntime(config)
+    runtime = LocalRuntime(config, origins=origins)
     if fall_back:
         from runtime.last_good import last_good_file
         from runtime.serve import look_after
@@ -35,6 +38,13 @@ async def open_runtime(config: RuntimeConfig, fall_back: bool = True) -> Runtime
         _attendants.add(task)
         task.add_done_callback(_attendants.discard)
     return runtime
+
+
+def prompts_of(path: Path) -> list[dict[str, Any]]:
+    """The prompts in a file of this host, to be sent with a job; raises ValueError naming file and line."""
+    from runtime.prompt_sets import read_prompts
+
+    return [{**prompt} for prompt in read_prompts(path)]
 
 
 def author(program: str) -> str:

@@ -27,7 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as the server has agreed.")]
 Settings = Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, as tree_budget=16.")]
 
-REFUSED = 3
+FAILED, REFUSED = 1, 3
 POLL_S = 0.2
 T = TypeVar("T")
 
@@ -256,7 +256,7 @@ async def _apply(runtime: HttpRuntime, change: dict[str, Any], revision: int | N
         return _show_plan(found, json)
     report = await runtime.apply(change, found.revision if revision is None else revision, author("ctl"))
     _show_report(report, json)
-    return 0
+    return FAILED if report.failure else 0
 
 
 def _show_report(report: ChangeReport, json: bool) -> None:

@@ -11,6 +11,7 @@ from runtime.interface import (
     ChangePlan,
     Description,
     HostSample,
+    JobProgress,
     LogLine,
     RequestStats,
     RoundStats,
@@ -64,7 +65,8 @@ def status_lines(
 
 def _what_runs(description: Description | None, config: dict[str, Any]) -> Iterator[str]:
     model = description.target if description else config.get("model")
-    yield clip(f"model        {plain(str(model))}  layout {config.get('layout', 'n/a')}")
+    layout = (description.layout if description else None) or config.get("layout", "n/a")
+    yield clip(f"model        {plain(str(model))}  layout {layout}")
     if description is not None:
         threads = f"  {description.threads} threads" if description.threads else ""
         yield clip(
@@ -119,6 +121,9 @@ def watch_line(event: WatchEvent) -> str | None:
                 f"{event.output_tokens} tokens, {_figure(event.tok_s)} tok/s, "
                 f"accept length {_figure(event.accept_length, 2)}"
             )
+        case JobProgress(job=job):
+            share = "" if job.progress is None or job.over else f" {job.progress:.0%}"
+            return clip(f"{_clock(time.time())} job {plain(job.id)} {job.state}{share}: {plain(job.text)}")
         case RoundStats() | HostSample() | RequestStats():
             return None
 

@@ -52,6 +52,7 @@ def describe(config: RuntimeConfig, loaded: Loaded | None) -> Description:
             "device": str(target.device),
             "threads": loaded.threads,
             "linear": loaded.linear,
+            "layout": loaded.layout,
             "speculation": "ready" if reason is None else f"inactive: {reason}",
         }
     )

@@ -7,11 +7,11 @@ the thread that calls it.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from runtime.admission import admit
+from runtime.admission import admit, readmit
 from runtime.auto_play import AutoPlay
 from runtime.config import RuntimeConfig
 from runtime.interface import (
@@ -26,30 +26,29 @@ from runtime.interface import (
     RoundStats,
     RuntimeBusy,
     TokensEmitted,
-    TreeNode,
     TreeTrace,
 )
 from runtime.loader import Loaded
 from runtime.output import TextStream
-from runtime.round import Models, RoundResult, SequenceRound, decode_round, hand_over, prefill
+from runtime.round import Models, RoundResult, decode_round, hand_over, prefill
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
-
-TRACES_KEPT = 64
-"""Rounds whose trees are kept for a request."""
+from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
 
 Sink = Callable[[GenerateEvent], None]
 
 
 @dataclass(eq=False)
-class _Running:
+class Running:
     """What the engine keeps of a request beside its ticket."""
 
     ticket: Ticket
     sink: Sink
-    traces: deque[tuple[int, int, SequenceRound, int]]
+    traces: RequestTraces = field(default_factory=RequestTraces)
     accepts: Counter[int] = field(default_factory=Counter)
     """Decode rounds by accept length."""
+    continued: str | None = None
+    """Under what it goes on since it came from another engine, in words."""
 
 
 class Engine:
@@ -63,8 +62,15 @@ class Engine:
         self.scheduler = Scheduler(loaded.models.cache)
         self.rounds = 0
         self.auto = AutoPlay(loaded)
-        self._requests: dict[str, _Running] = {}
+        self.starts = True
+        """False: what waits is not started."""
+        self._requests: dict[str, Running] = {}
+        self._ended = EndedTraces()
         self._serial = 0
+        self.prefilled_tokens, self.prefill_s = 0, 0.0
+        """Prompt tokens computed so far, and the seconds that took."""
+        self._told_prefill = (0, 0.0)
+        """Of these, what the rounds so far have told."""
 
     @property
     def models(self) -> Models:
@@ -73,6 +79,37 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def release(self) -> list[Running]:
+        """Takes all requests out, tokens included, in the order they are to run; their slots are of no more use."""
+        order = [*self.scheduler.running, *self.scheduler.waiting]
+        released = [self._requests[ticket.request_id] for ticket in order]
+        self._requests.clear()
+        return released
+
+    def adopt(self, released: Iterable[Running], continued: str, serial: int) -> None:
+        """Goes on with the requests of an engine that gave out `serial` ids; `continued` says so to their clients.
+
+        One that does not fit in here is ended, saying why.
+        """
+        self._serial = max(self._serial, serial)
+        for running in released:
+            ticket = running.ticket
+            self._requests[ticket.request_id] = running
+            running.traces = RequestTraces()  # rounds are counted anew, tokens may have other names
+            if ticket.progress is not None:
+                running.continued = continued
+            try:
+                ticket.admitted = readmit(ticket.admitted, self.loaded.limits)
+            except RequestRejected as refused:
+                self._close(running, "error", str(refused))
+            else:
+                self.scheduler.adopt(ticket)
+
+    @property
+    def serial(self) -> int:
+        """How many ids were given out."""
+        return self._serial
 
     def submit(self, request: GenerateRequest, sink: Sink) -> str:
         """Queues a request, whose events go to `sink`; returns its id.
@@ -92,7 +129,7 @@ class Engine:
             raise RequestRejected(f"request_id: {request_id} is in use by a running request", "request_id")
         stream = TextStream(self.loaded.tokenizer, request.sampling.stop, admitted.stop_token_ids)
         ticket = Ticket(request_id, request, admitted, stream)
-        self._requests[request_id] = _Running(ticket, sink, deque(maxlen=TRACES_KEPT))
+        self._requests[request_id] = Running(ticket, sink)
         self.scheduler.enqueue(ticket)
         return request_id
 
@@ -103,7 +140,7 @@ class Engine:
     def withdraw(self, request_id: str) -> bool:
         """Ends a request that still waits; False if it runs or has ended."""
         running = self._requests.get(request_id)
-        return running is not None and running.ticket.sequence is None and self.cancel(request_id)
+        return running is not None and running.ticket.progress is None and self.cancel(request_id)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
         """Ends a request now, freeing its slots; False if it is not here."""
@@ -119,15 +156,13 @@ class Engine:
 
     def step(self) -> RoundStats | None:
         """Starts what fits, prefills a chunk, decodes one round; returns the round's figures if there was one."""
-        drafts = self.models.draft_horizon > 0
-        for ticket in self.scheduler.schedule(self.config.max_concurrency, self.config.prefix_reuse, drafts):
-            self._announce(self._requests[ticket.request_id])
+        self._start()
         self._prefill()
         batch = [running for running in self._active() if running.ticket.sequence.prefilled]  # type: ignore[union-attr]
         if not batch:
             return None
         sequences = [_sequence(running.ticket) for running in batch]
-        following = sum(self.follows_auto(sequence.mode) for sequence in sequences)
+        following = sum(self.auto.follows(sequence.mode, self.config) for sequence in sequences)
         self.auto.choose(following)
         speculation = [self.speculation(sequence.mode, sequence.tree_budget) for sequence in sequences]
         models = replace(self.models, draft_noise=self.config.draft_noise)
@@ -140,17 +175,23 @@ class Engine:
         for running, outcome, how, position in zip(
             batch, result.sequences, speculation, positions, strict=True
         ):
-            running.traces.append((self.rounds, position, outcome, how.tree_budget))
-            emitted.append(self._deliver(running, outcome.tokens, outcome.finish))
+            count = self._deliver(running, outcome.tokens, outcome.finish)
+            emitted.append(count)
+            ended = running.ticket.request_id not in self._requests
+            running.traces.add(TracedRound(self.rounds, position, outcome, how, count, ended))
         return self._round_stats(result, emitted)
 
-    def follows_auto(self, mode: str | None) -> bool:
-        """Whether a request that asks for `mode` leaves it to auto mode."""
-        return mode is None and self.config.mode == "auto" and self.loaded.no_drafter_reason is None
+    def catch_up(self, tick: Callable[[], object]) -> None:
+        """Computes keys and values of all requests that run; `tick` is called after each chunk."""
+        self._start()
+        while not all(_sequence(running.ticket).prefilled for running in self._active()):
+            self._prefill()
+            tick()
+            self._start()
 
     def speculation(self, mode: str | None, tree_budget: int | None) -> Speculation:
         """How a request that asks for `mode` and `tree_budget` (None: the configured ones) drafts in the next round."""
-        if self.follows_auto(mode):
+        if self.auto.follows(mode, self.config):
             return self.auto.speculation()
         wanted = mode or self.config.mode
         budget = tree_budget if tree_budget is not None else self.config.tree_budget
@@ -167,12 +208,21 @@ class Engine:
 
     def requests(self) -> tuple[RequestStats, ...]:
         """Figures of all waiting and running requests."""
-        return tuple(self._stats(running, None) for running in self._requests.values())
+        return tuple(self.stats(running) for running in self._requests.values())
 
-    def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        """Draft trees of the last rounds of a running request, oldest first."""
+    def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of the last rounds, with an index above `after`, of a request that runs or ended lately."""
+        return tree_traces(self.traced(request_id, after), self.token_name)
+
+    def traced(self, request_id: str, after: int = 0) -> tuple[TracedRound, ...]:
+        """What `trace` is made of; cheap, and shaped elsewhere than in the engine's thread."""
         running = self._requests.get(request_id)
-        return () if running is None else tuple(self._tree(*trace) for trace in running.traces)
+        traces = self._ended.get(request_id) if running is None else running.traces
+        return () if traces is None else traces.since(after)
+
+    def token_name(self, token_id: int) -> str:
+        """The text of one token, special tokens by name."""
+        return self.loaded.tokenizer.decode([token_id], skip_special=False)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot leaked: free + used + kept = all."""
@@ -180,11 +230,19 @@ class Engine:
         if not self.busy:
             assert self.scheduler.slots_used == 0, f"{self.scheduler.slots_used} slots used by no request"
 
-    def _active(self) -> list[_Running]:
+    def _start(self) -> None:
+        drafts = self.models.draft_horizon > 0
+        room = self.config.max_concurrency if self.starts else 0
+        for ticket in self.scheduler.schedule(room, self.config.prefix_reuse, drafts):
+            self._announce(self._requests[ticket.request_id])
+
+    def _active(self) -> list[Running]:
         return [self._requests[ticket.request_id] for ticket in self.scheduler.running]
 
-    def _announce(self, running: _Running) -> None:
+    def _announce(self, running: Running) -> None:
         sequence = _sequence(running.ticket)
+        if running.continued is not None:
+            return
         running.sink(
             RequestAdmitted(
                 request_id=running.ticket.request_id,
@@ -201,15 +259,17 @@ class Engine:
             sequence = _sequence(running.ticket)
             if sequence.prefilled:
                 continue
-            before = sequence.committed_len
+            before, began = sequence.committed_len, time.perf_counter()
             first = prefill(self.models, sequence, room)
             room -= sequence.committed_len - before
+            self.prefilled_tokens += sequence.committed_len - before
+            self.prefill_s += time.perf_counter() - began
             if first is not None:
                 self._deliver(running, [first[0]], first[1])
             if room <= 0:
                 return
 
-    def _deliver(self, running: _Running, tokens: list[OutputToken], finish: str | None) -> int:
+    def _deliver(self, running: Running, tokens: list[OutputToken], finish: str | None) -> int:
         """Sends what new tokens add to the text; returns how many count, fewer where a stop string ended the text."""
         ticket = running.ticket
         now = time.perf_counter()
@@ -237,36 +297,22 @@ class Engine:
             sequence.drafter_len = min(sequence.drafter_len, sequence.committed_len)
             sequence.pending.clear()
 
-    def _finish(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(self, running: Running, reason: FinishReason, error: str | None = None) -> None:
         ticket = running.ticket
         keep = self.config.prefix_reuse and ticket.request.reuse_prefix and reason != "error"
-        pieces, tail = ticket.stream.finish()
-        if pieces:
-            running.sink(TokensEmitted(request_id=ticket.request_id, pieces=tuple(pieces)))
         if keep:
             hand_over(self.models, _sequence(ticket))
         self.scheduler.finish(ticket, keep)
-        self._close(running, reason, error, tail)
+        self._close(running, reason, error)
 
-    def _close(self, running: _Running, reason: FinishReason, error: str | None, tail: str = "") -> None:
-        ticket = running.ticket
-        del self._requests[ticket.request_id]
-        sequence = ticket.sequence
-        outputs = tuple(sequence.token_ids[sequence.prompt_len :]) if sequence else ()
-        running.sink(
-            RequestFinished(
-                request_id=ticket.request_id,
-                reason=reason,
-                text=ticket.stream.text,
-                token_ids=outputs,
-                stats=self._stats(running, reason),
-                tail=tail,
-                error=error,
-            )
-        )
+    def _close(self, running: Running, reason: FinishReason, error: str | None) -> None:
+        del self._requests[running.ticket.request_id]
+        self._ended.keep(running.ticket.request_id, running.traces)
+        end(running, self.stats(running, reason), error)
 
-    def _stats(self, running: _Running, reason: FinishReason | None) -> RequestStats:
-        ticket, sequence = running.ticket, running.ticket.sequence
+    def stats(self, running: Running, reason: FinishReason | None = None) -> RequestStats:
+        """Figures of a request; `reason`: why it ended, if it did."""
+        ticket, sequence = running.ticket, running.ticket.progress
         request, sampling = ticket.request, ticket.admitted.sampling
         how = self.speculation(request.mode, request.tree_budget)
         outputs = sequence.num_outputs if sequence else 0
@@ -291,15 +337,21 @@ class Engine:
             accept_counts=tuple(
                 running.accepts[length] for length in range(max(running.accepts, default=-1) + 1)
             ),
+            age_s=time.perf_counter() - ticket.submitted_at,
+            last_token_age_s=None if reason else _span(ticket.last_token_at, time.perf_counter()),
             queue_s=_span(ticket.submitted_at, ticket.started_at),
             ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if decode_s else None,
+            finished_at_s=time.time() if reason else None,
             plain_reason=how.reason,
+            continued=running.continued,
         )
 
     def _round_stats(self, result: RoundResult, emitted: list[int]) -> RoundStats:
         how = self.speculation(None, None)
+        tokens, seconds = self._told_prefill
+        self._told_prefill = self.prefilled_tokens, self.prefill_s
         return RoundStats(
             index=self.rounds,
             time_s=time.time(),
@@ -313,30 +365,29 @@ class Engine:
             stage_s=result.stage_s,  # type: ignore[arg-type]
             slots_used=self.scheduler.slots_used,
             slots_total=self.models.cache.slots,
+            prefill_tokens=self.prefilled_tokens - tokens,
+            prefill_s=self.prefill_s - seconds,
         )
 
-    def _tree(self, index: int, position: int, outcome: SequenceRound, budget: int) -> TreeTrace:
-        name = self.loaded.tokenizer.decode
-        path = set(outcome.path)
-        bonus = outcome.tokens[-1].token_id
-        return TreeTrace(
-            round_index=index,
-            position=position,
-            nodes=tuple(
-                TreeNode(
-                    token_id=token_id,
-                    text=name([token_id], skip_special=False),
-                    parent=parent,
-                    depth=depth,
-                    log_prob=log_prob,
-                    accepted=i in path,
-                )
-                for i, (token_id, parent, depth, log_prob) in enumerate(outcome.nodes)
-            ),
-            bonus_token_id=bonus,
-            bonus_text=name([bonus], skip_special=False),
-            tree_budget=budget,
+
+def end(running: Running, stats: RequestStats, error: str | None) -> None:
+    """Gives a request its last events: the text still held back, then how it ended, `stats` saying why."""
+    ticket, sequence = running.ticket, running.ticket.progress
+    pieces, tail = ticket.stream.finish()
+    if pieces:
+        running.sink(TokensEmitted(request_id=ticket.request_id, pieces=tuple(pieces)))
+    assert stats.finish_reason is not None
+    running.sink(
+        RequestFinished(
+            request_id=ticket.request_id,
+            reason=stats.finish_reason,
+            text=ticket.stream.text,
+            token_ids=tuple(sequence.token_ids[sequence.prompt_len :]) if sequence else (),
+            stats=stats,
+            tail=tail,
+            error=error,
         )
+    )
 
 
 def _sequence(ticket: Ticket) -> Sequence:

@@ -13,7 +13,7 @@ import numpy as np
 from runtime.gguf import CheckpointError, GgufFile, UnsupportedCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _LAYER_WEIGHTS = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -94,8 +94,10 @@ def hf_generation_config(gguf: GgufFile) -> dict[str, Any]:
     return ids
 
 
-def hf_weights(gguf: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield `(Hugging Face parameter name, float32 array)` for each tensor; a tied head is not yielded.
+def hf_weights(
+    gguf: GgufFile, config: dict[str, Any], wanted: Callable[[str], bool] = lambda _name: True
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield `(Hugging Face parameter name, float32 array)` for each `wanted` tensor; a tied head is not yielded.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or has another shape than `config` says.
@@ -109,7 +111,7 @@ def hf_weights(gguf: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, np
         )
     tied = config["tie_word_embeddings"]
     for source, target in names.items():
-        if source == "output.weight" and tied:
+        if (source == "output.weight" and tied) or not wanted(target):
             continue
         array = gguf.load(source)
         expected = _expected_shape(target, config)

@@ -25,6 +25,8 @@ from runtime.interface import (
     Description,
     GenerateEvent,
     GenerateRequest,
+    Job,
+    JobRefused,
     LogLine,
     RequestFinished,
     RequestRejected,
@@ -39,8 +41,8 @@ from runtime.interface import (
 
 CONNECT_S = 3.0
 READ_S = 5.0
-APPLY_S = 60.0
-"""A change may have to wait for the engine."""
+APPLY_S = 1800.0
+"""A change may have an engine built; a server that ends meanwhile closes the connection."""
 SILENCE_S = 10.0
 """A stream that is silent for longer, heartbeats included, has lost its server."""
 RETRY_FIRST_S, RETRY_MOST_S = 0.25, 5.0
@@ -49,6 +51,7 @@ Value = TypeVar("Value", bound=BaseModel)
 _GENERATED: TypeAdapter[GenerateEvent] = TypeAdapter(GenerateEvent)
 _WATCHED: TypeAdapter[WatchEvent] = TypeAdapter(WatchEvent)
 _REQUESTS: TypeAdapter[tuple[RequestStats, ...]] = TypeAdapter(tuple[RequestStats, ...])
+_JOBS: TypeAdapter[tuple[Job, ...]] = TypeAdapter(tuple[Job, ...])
 _ROUNDS: TypeAdapter[tuple[TreeTrace, ...]] = TypeAdapter(tuple[TreeTrace, ...])
 
 
@@ -141,8 +144,8 @@ class HttpRuntime:
     async def requests(self) -> tuple[RequestStats, ...]:
         return _checked(_REQUESTS, (await self._call("GET", "/runtime/requests"))["requests"])
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        answer = await self._call("GET", f"/runtime/trace/{quote(request_id, safe='')}")
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        answer = await self._call("GET", f"/runtime/trace/{quote(request_id, safe='')}?after={after}")
         return _checked(_ROUNDS, answer["rounds"])
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
@@ -151,6 +154,19 @@ class HttpRuntime:
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         body = {"change": change, "revision": revision, "author": author}
         return _checked(ChangeReport, await self._call("POST", "/runtime/apply", body, APPLY_S))
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str:
+        body = {"kind": kind, "parameters": parameters or {}, "author": author}
+        return str((await self._call("POST", "/runtime/jobs", body))["id"])
+
+    async def cancel_job(self, job_id: str) -> bool:
+        answer = await self._call("DELETE", f"/runtime/jobs/{quote(job_id, safe='')}")
+        return bool(answer["cancelled"])
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return _checked(_JOBS, (await self._call("GET", "/runtime/jobs"))["jobs"])
 
     async def order(self, what: str) -> str:
         """Ask the process around the runtime for `drain`, `stop` or `restart`; returns its one-line answer."""
@@ -207,13 +223,15 @@ class HttpRuntime:
         self, response: httpx.Response, refusal: type[RequestRejected] | type[ConfigRejected]
     ) -> RuntimeFault:
         """What the server refused, as the interface raises it; `refusal` for what is wrong with the call itself."""
-        message, field = _error_of(response)
+        message, field, code = _error_of(response)
         match response.status_code:
             case 401 | 403:
                 return AccessRefused(
                     f"{self.url} refuses the operator key; set DDTREE_OPERATOR_KEY to the one of that server"
                 )
             case 409:
+                if code == "job_refused":
+                    return JobRefused(message)
                 return RevisionRefused(message, field) if field == "revision" else Refused(message)
             case 400 | 413 | 422:
                 return refusal(message, field)
@@ -269,13 +287,13 @@ def _other_version(error: ValidationError) -> RuntimeFault:
     )
 
 
-def _error_of(response: httpx.Response) -> tuple[str, str | None]:
-    """(message, field) of an error object; the status in words where there is none."""
+def _error_of(response: httpx.Response) -> tuple[str, str | None, str | None]:
+    """(message, field, code) of an error object; the status in words where there is none."""
     try:
         error = response.json()["error"]
-        return str(error["message"]), error.get("param")
+        return str(error["message"]), error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{response.status_code} {response.reason_phrase}", None
+        return f"{response.status_code} {response.reason_phrase}", None, None
 
 
 def _stream_fault(data: str) -> RuntimeFault:

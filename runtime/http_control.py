@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Depends, Header, Query
 from pydantic import AfterValidator, Field
 
 from runtime.http_connection import EventStream, StrictRoute
@@ -32,6 +32,7 @@ from runtime.interface import (
     Frozen,
     GenerateEvent,
     GenerateRequest,
+    Job,
     RequestRejected,
     RequestStats,
     Runtime,
@@ -91,6 +92,22 @@ class Accepted(Frozen):
     summary: str
 
 
+class JobBody(Frozen):
+    kind: str
+    """bench, verify, ..."""
+    parameters: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    author: Annotated[str, AfterValidator(plain)] = "http"
+    """Who starts the job, as others are told."""
+
+
+class JobStarted(Frozen):
+    id: str
+
+
+class JobList(Frozen):
+    jobs: tuple[Job, ...]
+
+
 def control_router(
     runtime: Runtime, keys: Keys, hub: EventHub, lifecycle: Lifecycle | None = None
 ) -> APIRouter:
@@ -107,6 +124,7 @@ def control_router(
     )
     _add_reading(router, runtime, hub)
     _add_changing(router, runtime)
+    _add_jobs(router, runtime)
     _add_lifecycle(router, lifecycle)
     return router
 
@@ -126,8 +144,11 @@ def _add_reading(router: APIRouter, runtime: Runtime, hub: EventHub) -> None:
         return Requests(requests=await runtime.requests())
 
     @router.get("/trace/{request_id}", summary="Draft trees of a request's last rounds")
-    async def trace(request_id: str) -> Rounds:
-        return Rounds(rounds=await runtime.trace(request_id))
+    async def trace(
+        request_id: str,
+        after: Annotated[int, Query(ge=0, description="Only rounds with an index above it.")] = 0,
+    ) -> Rounds:
+        return Rounds(rounds=await runtime.trace(request_id, after))
 
     @router.get(
         "/events",
@@ -172,6 +193,24 @@ def _add_changing(router: APIRouter, runtime: Runtime) -> None:
         events = with_heartbeats(runtime.generate(body), FIRST_EVENT_S)
         first = await anext(events)  # raises what refuses the request, before anything is sent
         return EventStream(_generate_frames(first, events), events.aclose, None)
+
+
+def _add_jobs(router: APIRouter, runtime: Runtime) -> None:
+    @router.get("/jobs", summary="Jobs that run, then those that ended lately")
+    async def jobs() -> JobList:
+        return JobList(jobs=await runtime.jobs())
+
+    @router.post(
+        "/jobs",
+        summary="Start a job; 409 while another one or other requests stand in its way",
+        status_code=202,
+    )
+    async def start_job(body: JobBody) -> JobStarted:
+        return JobStarted(id=await runtime.start_job(body.kind, body.parameters, body.author))
+
+    @router.delete("/jobs/{job_id}", summary="Ask a job to end")
+    async def cancel_job(job_id: str) -> Cancelled:
+        return Cancelled(cancelled=await runtime.cancel_job(job_id))
 
 
 def _add_lifecycle(router: APIRouter, lifecycle: Lifecycle | None) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.interface import (
     ConfigRejected,
+    JobRefused,
     RequestRejected,
     RuntimeBusy,
     RuntimeFault,
@@ -122,6 +123,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def fault(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RuntimeUnavailable):
             return await refused(request, unavailable(error))
+        if isinstance(error, JobRefused):
+            return await refused(request, ApiError(409, str(error), code="job_refused"))
         param = error.field if isinstance(error, RequestRejected | ConfigRejected) else None
         return await refused(request, ApiError(400, str(error), param=param))
 

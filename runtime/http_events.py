@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from runtime.interface import (
     GenerateEvent,
     HostSample,
+    JobProgress,
     LogLine,
     RequestStats,
     RoundStats,
@@ -66,6 +67,8 @@ class ClientQueue:
     def put(self, item: Numbered) -> None:
         if isinstance(item.event, HostSample):
             self._drop_first(HostSample)  # only the last sample of the host says anything
+        if isinstance(item.event, JobProgress):
+            self._drop_job(item.event.job.id)
         if len(self._items) >= self._limit and not self.overrun:
             dropped = self._drop_first(RoundStats) or self._drop_first((RequestStats, LogLine))
             self.missed += dropped
@@ -86,6 +89,13 @@ class ClientQueue:
         self._ready.clear()
         items, self._items = list(self._items), deque()
         return items
+
+    def _drop_job(self, job_id: str) -> None:
+        """Drops what waits of a job: the latest word on it says everything."""
+        for index, queued in enumerate(self._items):
+            if isinstance(queued.event, JobProgress) and queued.event.job.id == job_id:
+                del self._items[index]
+                return
 
     def _drop_first(self, kinds: type | tuple[type, ...]) -> bool:
         for index, queued in enumerate(self._items):

@@ -46,6 +46,8 @@ class DdtreeReport(Reply):
     num_correct_drafts: int
     plain_reason: str | None
     """"plain decoding because ..." where speculation is configured and was not used."""
+    continued: str | None
+    """"continued under ..." where the engine was rebuilt meanwhile, and whether that may have changed the text."""
     seed: int
     """The seed in use; of several choices, the one they derive from."""
     cached_tokens: int
@@ -211,6 +213,7 @@ def report(stats: RequestStats, seed: int) -> DdtreeReport:
         rounds=stats.rounds,
         num_correct_drafts=stats.num_correct_drafts,
         plain_reason=None if stats.plain_reason is None else f"plain decoding because {stats.plain_reason}",
+        continued=stats.continued,
         seed=seed,
         cached_tokens=stats.cached_tokens,
     )

@@ -7,22 +7,86 @@ Errors:
 
     RuntimeFault
     ├── RuntimeUnavailable   the engine is loading, draining or failed; try again later (HTTP 503)
-    │   └── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
+    │   ├── RuntimeBusy      it serves, but its queue is full or moves too slowly; try again later (HTTP 429)
+    │   └── EngineLost       a process of the engine is gone; the runtime builds another engine
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
-    └── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    ├── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
+    └── JobRefused           this job cannot start beside what runs; nothing of it was begun (HTTP 409)
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Mode = Literal["off", "chain", "tree"]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-STAGES = ("draft", "tree", "verify", "accept", "commit")
+from runtime.samples import (
+    STAGES,
+    Baseline,
+    EngineState,
+    FinishReason,
+    Frozen,
+    GpuProcess,
+    GpuSample,
+    HostSample,
+    Job,
+    JobName,
+    JobProgress,
+    JobState,
+    LogLine,
+    Mode,
+    RequestStats,
+    RoundStats,
+    StatusChanged,
+    TreeNode,
+    TreeTrace,
+    WatchEvent,
+)
+
+__all__ = [
+    "AppliedChange",
+    "Baseline",
+    "ChangePlan",
+    "ChangeReport",
+    "ConfigRejected",
+    "Description",
+    "EngineState",
+    "FieldChange",
+    "FinishReason",
+    "Frozen",
+    "GenerateEvent",
+    "GenerateRequest",
+    "GpuProcess",
+    "GpuSample",
+    "HostSample",
+    "Job",
+    "JobName",
+    "JobProgress",
+    "JobRefused",
+    "JobState",
+    "LogLine",
+    "Mode",
+    "RequestAdmitted",
+    "RequestFinished",
+    "RequestRejected",
+    "RequestStats",
+    "RoundStats",
+    "Runtime",
+    "RuntimeBusy",
+    "RuntimeFault",
+    "RuntimeUnavailable",
+    "STAGES",
+    "SamplingParams",
+    "Status",
+    "StatusChanged",
+    "TokenLogprob",
+    "TokenPiece",
+    "TokensEmitted",
+    "TreeNode",
+    "TreeTrace",
+    "WatchEvent",
+]
 
 
 class RuntimeFault(Exception):
@@ -42,6 +106,10 @@ class RuntimeBusy(RuntimeUnavailable):
     """The queue is full, or the request waited in it for too long; nothing of it was computed."""
 
 
+class EngineLost(RuntimeUnavailable):
+    """A process that the engine runs in ended or hangs; its requests go on in another engine."""
+
+
 class RequestRejected(RuntimeFault):
     """A request that can never be served as it stands."""
 
@@ -58,10 +126,10 @@ class ConfigRejected(RuntimeFault):
         self.field = field
 
 
-class Frozen(BaseModel):
-    """Base of all values that cross the interface."""
+class JobRefused(RuntimeFault):
+    """A job that must not start now: another one holds the engine, or other clients' requests run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    exit_code = 3
 
 
 class SamplingParams(Frozen):
@@ -153,40 +221,6 @@ class TokensEmitted(Frozen):
     pieces: tuple[TokenPiece, ...]
 
 
-class RequestStats(Frozen):
-    """One finished or running request in figures. Times in seconds, None where not known yet."""
-
-    kind: Literal["request"] = "request"
-    request_id: str
-    client: str = "local"
-    workload: str | None = None
-    state: Literal["queued", "prefill", "decoding", "finished"] = "finished"
-    finish_reason: FinishReason | None = None
-    mode: Mode
-    tree_budget: int
-    temperature: float
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    rounds: int
-    """Decode rounds; the prefill, which gives the first token, is not one."""
-    num_correct_drafts: int
-    """Accepted drafts, without bonus tokens, up to the stop token or cap."""
-    accept_length: float | None
-    """Mean tokens per decode round, bonus token included; None before the first round."""
-    accept_counts: tuple[int, ...] = ()
-    """Decode rounds by accept length: entry i counts the rounds that gave i tokens."""
-    queue_s: float | None = None
-    ttft_s: float | None = None
-    """Admission of the request to its first token."""
-    decode_s: float | None = None
-    """First to last token."""
-    tok_s: float | None = None
-    """Output tokens after the first, per second of decode_s."""
-    plain_reason: str | None = None
-    """Why this request decodes plainly though speculation is configured; None if it does not."""
-
-
 class RequestFinished(Frozen):
     """Last event of every stream."""
 
@@ -202,106 +236,6 @@ class RequestFinished(Frozen):
 
 
 GenerateEvent = RequestAdmitted | TokensEmitted | RequestFinished
-
-
-class RoundStats(Frozen):
-    """One decode round over a batch."""
-
-    kind: Literal["round"] = "round"
-    index: int
-    time_s: float
-    """Unix time at the end of the round."""
-    mode: Mode
-    tree_budget: int
-    batch: int
-    nodes: int
-    """Rows the target verified, roots included."""
-    emitted: int
-    """Output tokens this round gave, over the batch."""
-    accept_lengths: tuple[int, ...]
-    """Per sequence, bonus token included."""
-    draft_depths: tuple[int, ...]
-    """Per sequence, deepest position that was drafted (0: none)."""
-    stage_s: tuple[float, float, float, float, float]
-    """Seconds in draft, tree, verify, accept, commit (`STAGES`)."""
-    slots_used: int
-    slots_total: int
-
-
-class GpuSample(Frozen):
-    """One GPU; None where the device or driver does not tell."""
-
-    index: int
-    name: str
-    uuid: str | None = None
-    utilisation: float | None = None
-    """Share of the last sampling period in which a kernel ran, 0 to 1."""
-    memory_used: int | None = None
-    """Bytes."""
-    memory_total: int | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    temperature_c: float | None = None
-    state: str = "ok"
-
-
-class HostSample(Frozen):
-    """The host the runtime runs on."""
-
-    kind: Literal["host"] = "host"
-    host: str
-    time_s: float
-    cpu: float | None = None
-    """Busy share over all cores since the last sample, 0 to 1."""
-    cpu_count: int | None = None
-    memory_used: int | None = None
-    """Bytes."""
-    memory_total: int | None = None
-    process_memory: int | None = None
-    """Resident bytes of the runtime's process."""
-    load_1m: float | None = None
-    gpus: tuple[GpuSample, ...] = ()
-    gpu_note: str | None = None
-    """Why there is no GPU row, in words."""
-
-
-class EngineState(StrEnum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    REBUILDING = "rebuilding"
-    DEGRADED = "degraded"
-    FAILED = "failed"
-
-
-class StatusChanged(Frozen):
-    """The engine's state or configuration changed."""
-
-    kind: Literal["status"] = "status"
-    state: EngineState
-    reason: str
-    revision: int
-
-
-class LogLine(Frozen):
-    kind: Literal["log"] = "log"
-    time_s: float
-    level: str
-    text: str
-
-
-WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine
-
-
-class Baseline(Frozen):
-    """Plain or chain decoding as measured on this host at start-up, concurrency 1."""
-
-    mode: Mode
-    tree_budget: int
-    tok_s: float
-    measured_at_s: float
-    """Unix time."""
-    conditions: str
 
 
 class Description(Frozen):
@@ -323,6 +257,8 @@ class Description(Frozen):
     threads: int | None
     linear: str | None
     """Which linear layers run: prepacked or plain."""
+    layout: str | None = None
+    """What is split over which processes, in words; may be less than the layout's name says."""
     host: str
     pid: int
     speculation: str
@@ -372,28 +308,10 @@ class Status(Frozen):
     errors: tuple[str, ...] = ()
     history: tuple[AppliedChange, ...] = ()
     """The last applied changes, the latest one last."""
-
-
-class TreeNode(Frozen):
-    token_id: int
-    text: str
-    parent: int
-    depth: int
-    log_prob: float
-    """Sum of the drafter's log-probabilities along the path."""
-    accepted: bool
-
-
-class TreeTrace(Frozen):
-    """The draft tree of one round of one request; node 0 is the root."""
-
-    round_index: int
-    position: int
-    """Absolute position of the root."""
-    nodes: tuple[TreeNode, ...]
-    bonus_token_id: int
-    bonus_text: str
-    tree_budget: int
+    origins: dict[str, str] = Field(default_factory=dict)
+    """Configuration field to where its value came from; fields that are missing: unknown."""
+    last_good: dict[str, Any] | None = None
+    """The configuration that last proved itself on the runtime's host; None where none is kept."""
 
 
 class ChangePlan(Frozen):
@@ -413,7 +331,14 @@ class ChangePlan(Frozen):
 class ChangeReport(Frozen):
     revision: int
     applied: tuple[FieldChange, ...]
+    """Empty where the change failed and the configuration before it is in force."""
     summary: str
+    outage_s: float | None = None
+    """Seconds without service as measured, the carried requests' tokens computed anew included; None: no rebuild."""
+    carried: int = 0
+    """Requests that ran on under the engine built for the change."""
+    failure: str | None = None
+    """Why the change was taken back; None where it was applied."""
 
 
 @runtime_checkable
@@ -422,7 +347,9 @@ class Runtime(Protocol):
 
     `generate` raises `RequestRejected` or `RuntimeUnavailable` before the first event; leaving its iterator early
     cancels the request. `watch` never blocks the engine: it is coalesced and bounded. `apply` raises `ConfigRejected`
-    when the revision is old or the plan is not allowed.
+    when the revision is old or the plan is not allowed. `start_job` returns the job's id at once; it raises
+    `ConfigRejected` for a kind or parameter that is wrong and `JobRefused` while another job or other clients' requests
+    stand in its way.
     """
 
     async def describe(self) -> Description: ...
@@ -437,10 +364,23 @@ class Runtime(Protocol):
 
     async def requests(self) -> tuple[RequestStats, ...]: ...
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]: ...
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        """Draft trees of a request's last rounds with an index above `after`, oldest first.
+
+        Empty where none are kept: it is unknown, has not decoded a round yet, or ended long ago.
+        """
+        ...
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan: ...
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport: ...
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str: ...
+
+    async def cancel_job(self, job_id: str) -> bool: ...
+
+    async def jobs(self) -> tuple[Job, ...]: ...
 
     async def aclose(self) -> None: ...

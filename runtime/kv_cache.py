@@ -44,6 +44,7 @@ class Pool:
     """Keys and values `[layers, kv_heads, slots, head_dim]` of one model."""
 
     def __init__(self, geometry: Geometry, slots: int, device: torch.device) -> None:
+        self.device = device
         shape = (geometry.layers, geometry.kv_heads, slots, geometry.head_dim)
         self.keys = torch.empty(shape, dtype=geometry.dtype, device=device)
         self.values = torch.empty(shape, dtype=geometry.dtype, device=device)
@@ -67,9 +68,12 @@ class Pool:
 class KVCache:
     """The slot allocator and the two pools it is for. `drafter` is None where nothing is drafted."""
 
-    def __init__(self, target: Geometry, drafter: Geometry | None, slots: int, device: torch.device) -> None:
+    def __init__(
+        self, target: Geometry | Pool, drafter: Geometry | None, slots: int, device: torch.device
+    ) -> None:
+        """`target`: a pool where other processes hold the target's slots."""
         self.slots = slots
-        self.target = Pool(target, slots, device)
+        self.target = target if isinstance(target, Pool) else Pool(target, slots, device)
         self.drafter = Pool(drafter, slots, device) if drafter else None
         self._free: list[Extent] = [Extent(0, slots)]
 
@@ -118,7 +122,7 @@ class KVCache:
         if path == list(range(len(path))):
             return
         base = extent.start + committed_len
-        source = torch.tensor([base + node for node in path], device=self.target.keys.device)
+        source = torch.tensor([base + node for node in path], device=self.target.device)
         self.target.copy(source, base, len(path))
 
     def check_integrity(self, owned: Iterable[Extent]) -> None:

@@ -51,3 +51,25 @@ def recall(file: Path) -> RuntimeConfig | None:
         return validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ConfigRejected):
         return None
+
+
+class LastGood:
+    """The last good configuration, read again only when its file has changed."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        try:
+            self._file = file or last_good_file()
+        except ImportError:  # a machine that runs engines alone has no state folder
+            self._file = Path(os.devnull)
+        self._changed_at: int | None = None
+        self._config: RuntimeConfig | None = None
+
+    def recall(self) -> RuntimeConfig | None:
+        """As `recall`."""
+        try:
+            changed_at = self._file.stat().st_mtime_ns
+        except OSError:
+            return None
+        if changed_at != self._changed_at:
+            self._changed_at, self._config = changed_at, recall(self._file)
+        return self._config

@@ -14,10 +14,12 @@ from runtime.admission import Limits
 from runtime.config import RuntimeConfig
 from runtime.drafter import DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
 from runtime.fused import FusedDrafter
+from runtime.gang_target import GangTarget
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
+from runtime.native_layouts import refusal
 from runtime.round import Models
 from runtime.target import TargetModel
 from runtime.tokenizer import ChatTokenizer
@@ -45,42 +47,105 @@ class Loaded:
     threads: int
     target_digest: str | None
     """SHA-256 of a GGUF target; None for a folder, whose shards may be too large to read at each start."""
+    layout: str = "1 process"
+    """What is really split over which processes, in words."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this pair."""
 
+    def close(self) -> None:
+        """Ends what runs for the target outside of this process; memory goes with the last reference."""
+        self.models.target.close()
 
-def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
-    """Loads target and drafter as `config` says; raises ConfigRejected with one line on what does not fit."""
-    threads = _set_threads(config)
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter as their files describe them; no weight has been read."""
+
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+    limits: Limits
+    device: torch.device
+    dtype: torch.dtype
+    drafter_path: Path | None
+    drafter_config: DrafterConfig | None
+    no_drafter_reason: str | None
+
+
+def inspect(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Pair:
+    """What `config` names, checked as far as files tell; raises ConfigRejected with one line on what does not fit."""
     device = _device(config)
-    dtype = _dtype(config, device)
-    progress(0.05, "opening the model")
     try:
         checkpoint = open_checkpoint(
             config.model,
             allow_fetch=True,
             progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
         )
-        folder, drafter_config, reason = _drafter(config, checkpoint)
+        folder, drafter, reason = _drafter(config, checkpoint)
         tokenizer = checkpoint.load_tokenizer()
-        _check_vocabularies(tokenizer, checkpoint, folder, drafter_config)
-        limits = _limits(config, checkpoint, tokenizer, drafter_config)
+        _check_vocabularies(tokenizer, checkpoint, folder, drafter)
+    except (CheckpointError, DrafterMismatch) as refused:
+        raise ConfigRejected(
+            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
+        ) from None
+    gpus = None if device.type == "cpu" else torch.cuda.device_count()
+    why = refusal(config.layout, checkpoint.config, checkpoint.name, gpus)
+    if why is None and config.layout != "single" and device.index:
+        why = (
+            f"layout: {config.layout} uses GPU 0 and the next one; set device = 'cuda', not {config.device!r}"
+        )
+    if why is not None:
+        raise ConfigRejected(why, "layout")
+    limits = _limits(config, checkpoint, tokenizer, drafter)
+    return Pair(checkpoint, tokenizer, limits, device, _dtype(config, device), folder, drafter, reason)
+
+
+def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
+    """Loads target and drafter as `config` says; raises ConfigRejected with one line on what does not fit."""
+    threads = _set_threads(config)
+    progress(0.05, "opening the model")
+    pair = inspect(config, progress)
+    checkpoint, tokenizer, limits, device, dtype = (
+        pair.checkpoint,
+        pair.tokenizer,
+        pair.limits,
+        pair.device,
+        pair.dtype,
+    )
+    folder, drafter_config, reason = pair.drafter_path, pair.drafter_config, pair.no_drafter_reason
+    try:
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
         draft_factory, beside = choose_draft_linear(factory, dtype, device)
-        target = TargetModel(
-            checkpoint,
-            taps=drafter_config.target_layer_ids if drafter_config else (),
-            dtype=dtype,
-            device=device,
-            linear=factory,
-            draft_linear=draft_factory if drafter_config else None,
-        )
-        target.limit_vocabulary(tokenizer.vocab_size)
-        progress(0.8, "loading the drafter")
         drafter: FusedDrafter | None = None
         if folder is not None and drafter_config is not None:
             drafter = FusedDrafter(load_drafter(folder, drafter_config, dtype, device), draft_factory)
+        taps = drafter_config.target_layer_ids if drafter_config else ()
+        target: TargetModel
+        if config.layout == "single":
+            target = TargetModel(
+                checkpoint,
+                taps=taps,
+                dtype=dtype,
+                device=device,
+                linear=factory,
+                draft_linear=draft_factory if drafter_config else None,
+            )
+        else:
+            progress(0.6, f"starting the ranks of {config.layout}")
+            target = GangTarget(
+                checkpoint,
+                config.layout,
+                slots=limits.kv_slots,
+                taps=taps,
+                dtype=dtype,
+                device=device,
+                linear=factory,
+                linear_setting=config.linear,
+                draft_linear=draft_factory if drafter_config else None,
+                threads=threads,
+                tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
+            )
+        target.limit_vocabulary(tokenizer.vocab_size)
     except (CheckpointError, DrafterMismatch) as refused:
         raise ConfigRejected(
             str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
@@ -88,7 +153,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
     except ValueError as refused:
         raise ConfigRejected(str(refused)) from None
     cache = KVCache(
-        target.geometry,
+        target.pool if isinstance(target, GangTarget) else target.geometry,
         _drafter_geometry(drafter_config, dtype) if drafter_config else None,
         limits.kv_slots,
         device,
@@ -106,6 +171,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         threads=threads,
         target_digest=digest,
         notes=_notes(folder, digest),
+        layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
 
 

@@ -11,12 +11,12 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.interface import GenerateRequest, RequestStats
+from runtime.interface import GenerateRequest, LogLine, RequestStats
 
 MAX_BYTES = 2_000_000
 LOGGER = logging.getLogger("ddtree")
@@ -45,7 +45,7 @@ def log_place() -> str:
 def start_logging(level: str) -> None:
     """Sends the `ddtree` logger to its file, once; where no file can be written nothing is logged."""
     set_level(level)
-    if LOGGER.handlers:
+    if any(not isinstance(each, WatchedLog) for each in LOGGER.handlers):
         return
     handler: logging.Handler
     try:
@@ -62,6 +62,20 @@ def log_to_stderr(level: str, style: Format = "text", *, show_prompts: bool = Fa
     set_level(level)
     _install(logging.StreamHandler(sys.stderr), JsonFormatter() if style == "json" else TextFormatter())
     PROMPTS.disabled = not show_prompts
+
+
+def watch_log(post: Callable[[LogLine], object]) -> WatchedLog:
+    """Hands what is logged on to `post` as well, until `unwatch_log`; access lines and prompts stay where they are."""
+    watched = WatchedLog(post)
+    formatters = [each.formatter for each in LOGGER.handlers if isinstance(each.formatter, _Masking)]
+    watched.formatter.secrets = tuple({secret for each in formatters for secret in each.secrets})
+    LOGGER.addHandler(watched)
+    return watched
+
+
+def unwatch_log(watched: WatchedLog) -> None:
+    """Ends what `watch_log` began."""
+    LOGGER.removeHandler(watched)
 
 
 def mask(*secrets: str | None) -> None:
@@ -95,7 +109,7 @@ def log_request(stats: RequestStats, error: str | None, http_request: str | None
     """One line of figures for a finished request; no text of it."""
     level = logging.WARNING if stats.finish_reason == "error" else logging.INFO
     fields = {"http_request": http_request, "error": error} | stats.model_dump(
-        exclude={"kind", "state", "accept_counts"}
+        exclude={"kind", "state", "accept_counts", "age_s"}
     )
     known = {name: value for name, value in fields.items() if value is not None}
     LOGGER.log(level, "request finished", extra={"fields": known})
@@ -108,8 +122,8 @@ class _Masking(logging.Formatter):
 class TextFormatter(_Masking):
     """`TIME LEVEL message name=value ...`, one line a record save for tracebacks."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+    def __init__(self, style: str = "%(asctime)s %(levelname)s %(message)s") -> None:
+        super().__init__(style)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
         fields = "".join(f" {name}={_value(value)}" for name, value in _fields(record).items())
@@ -117,6 +131,27 @@ class TextFormatter(_Masking):
 
     def format(self, record: logging.LogRecord) -> str:
         return str(_masked(super().format(record), self.secrets))
+
+
+class WatchedLog(logging.Handler):
+    """Records as `LogLine`s; the lines of a traceback come as debug lines behind theirs."""
+
+    formatter: TextFormatter
+
+    def __init__(self, post: Callable[[LogLine], object]) -> None:
+        super().__init__()
+        self.setFormatter(TextFormatter("%(message)s"))
+        self._post = post
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """No access lines, no prompts, nothing that is told to the watchers in another way."""
+        return record.name not in (ACCESS.name, PROMPTS.name) and getattr(record, "watched", True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = record.levelname.lower()
+        for text in self.format(record).splitlines():
+            self._post(LogLine(time_s=record.created, level=level, text=text))
+            level = "debug"
 
 
 class JsonFormatter(_Masking):
@@ -138,7 +173,7 @@ class JsonFormatter(_Masking):
 def _install(handler: logging.Handler, formatter: logging.Formatter) -> None:
     handler.setFormatter(formatter)
     LOGGER.propagate = False
-    for old in LOGGER.handlers[:]:
+    for old in [each for each in LOGGER.handlers if not isinstance(each, WatchedLog)]:
         LOGGER.removeHandler(old)
         old.close()
     LOGGER.addHandler(handler)

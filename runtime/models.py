@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(?:gate|up|down)_proj\.weight$")
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -104,10 +106,11 @@ class Checkpoint:
     def _digest(self) -> str:
         return sha256_of([self.path] if self.gguf else _weight_files(self.path))
 
-    def load_state(self) -> dict[str, torch.Tensor]:
+    def load_state(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, torch.Tensor]:
         """Return the weights by Hugging Face parameter name, on the CPU, without a tied head.
 
-        Dtypes are those of the folder; a GGUF file is dequantised to float32.
+        Those whose name is not `wanted` are left out and not read. Dtypes are those of the folder; a GGUF file is
+        dequantised to float32.
 
         Raises:
             CheckpointError: no safetensors file, a damaged one, or a quantised folder.
@@ -115,7 +118,9 @@ class Checkpoint:
         import torch
 
         if self.gguf is not None:
-            return {name: torch.from_numpy(array) for name, array in hf_weights(self.gguf, self.config)}
+            return {
+                name: torch.from_numpy(array) for name, array in hf_weights(self.gguf, self.config, wanted)
+            }
         quantised = self.config.get("quantization_config")
         if quantised:
             method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
@@ -123,10 +128,10 @@ class Checkpoint:
                 f"{self.path}: weights quantised with {method!r} are not supported by the native engine;"
                 " give the unquantised model"
             )
-        state = _load_safetensors(_weight_files(self.path))
+        state = _load_safetensors(_weight_files(self.path), wanted)
         if self.config.get("tie_word_embeddings", False):
             state.pop("lm_head.weight", None)
-        return state
+        return merge_experts(state)
 
     def load_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer with its chat template.
@@ -245,6 +250,26 @@ def _describe_local(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def merge_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack the experts of each layer, which folders hold one by one, as the model's class holds them.
+
+    `experts.gate_up_proj [experts, 2 * intermediate, hidden]`, `experts.down_proj [experts, hidden, intermediate]`.
+    """
+    import torch
+
+    merged = {name: value for name, value in state.items() if not _EXPERT.match(name)}
+    for layer in sorted({found[1] for found in map(_EXPERT.match, state) if found}):
+        count = len({found[2] for found in map(_EXPERT.match, state) if found and found[1] == layer})
+
+        def part(kind: str, expert: int, layer: str = layer) -> torch.Tensor:
+            return state.pop(f"{layer}{expert}.{kind}_proj.weight")
+
+        both = [torch.cat((part("gate", i), part("up", i))) for i in range(count)]
+        merged[f"{layer}gate_up_proj"] = torch.stack(both)
+        merged[f"{layer}down_proj"] = torch.stack([part("down", i) for i in range(count)])
+    return merged
+
+
 def sha256_of(files: Iterable[Path]) -> str:
     """Return the SHA-256 (hex) over the contents of `files`, one after the other."""
     digest = hashlib.sha256()
@@ -332,14 +357,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _load_safetensors(files: list[Path]) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _load_safetensors(files: list[Path], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
 
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            part = load_file(file)
+            with safe_open(file, framework="pt") as opened:
+                part = {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file}: is not a readable safetensors file ({error}); copy it again"

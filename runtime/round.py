@@ -248,9 +248,12 @@ def hand_over(models: Models, sequence: Sequence) -> None:
 
 @torch.inference_mode()
 def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken, str | None] | None:
-    """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason."""
+    """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason.
+
+    One that has output already, from another engine, gets keys and values for it and no token.
+    """
     start = sequence.committed_len
-    end = min(sequence.prompt_len, start + chunk)
+    end = min(sequence.prefill_len, start + chunk)
     device = models.target.device
     positions = torch.arange(start, end, device=device)
     segment = Segment(sequence.extent.start, start, end - start, causal_mask(end - start, device), positions)
@@ -260,9 +263,12 @@ def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken
     if output.features is not None and sequence.keeps_features:
         sequence.pending.append(output.features)
         extend_drafter(models, [sequence])
-    if end < sequence.prompt_len:
+    if end < sequence.prefill_len:
         return None
     sequence.start_counts(models.target.vocab_size, device)
+    if sequence.num_outputs:
+        sequence.check()
+        return None
     logits = models.target.logits(output.hidden[-1:])
     noise = None
     if not sequence.sampling.greedy:

@@ -31,9 +31,16 @@ class Ticket:
     """Place in the queue among the clients, lowest first."""
     submitted_at: float = field(default_factory=time.perf_counter)
     sequence: Sequence | None = None
+    carried: Sequence | None = None
+    """Its tokens so far where it comes from another engine and waits for slots in this one."""
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+
+    @property
+    def progress(self) -> Sequence | None:
+        """Its tokens so far, whether it runs or is to run on; None before it has started."""
+        return self.sequence or self.carried
 
 
 class Scheduler:
@@ -63,6 +70,15 @@ class Scheduler:
         later = (place for place, each in enumerate(self.waiting) if each.turn > ticket.turn)
         self.waiting.insert(next(later, len(self.waiting)), ticket)
 
+    def adopt(self, ticket: Ticket) -> None:
+        """Queues a request of another engine last; they are given in the order in which they are to run."""
+        ticket.carried, ticket.sequence = ticket.progress, None
+        if ticket.carried is not None:
+            self._turn = max(self._turn, ticket.turn)
+        elif not self.waiting:
+            self._turn = ticket.turn - 1
+        self.waiting.append(ticket)
+
     def schedule(self, max_running: int, reuse: bool, drafts: bool) -> list[Ticket]:
         """Starts waiting requests while there is room and returns them."""
         started: list[Ticket] = []
@@ -72,7 +88,7 @@ class Scheduler:
             if sequence is None:
                 break
             ticket.sequence = sequence
-            ticket.started_at = time.perf_counter()
+            ticket.started_at = ticket.started_at or time.perf_counter()
             self._turn = ticket.turn
             self.running.append(self.waiting.popleft())
             started.append(ticket)
@@ -105,25 +121,30 @@ class Scheduler:
         """A sequence with slots for `ticket`, its longest kept prefix copied in; None if there is no room yet."""
         request, admitted = ticket.request, ticket.admitted
         may_draft = drafts and request.mode != "off"
-        found = self.prefixes.match(admitted.prompt, may_draft) if reuse else None
+        carried = ticket.carried
+        known = admitted.prompt if carried is None else carried.token_ids[: carried.prefill_len]
+        found = self.prefixes.match(known, may_draft) if reuse else None
         extent = self._allocate(admitted.slots, found[0] if found else None)
         if extent is None and found is not None:
             found = None
             extent = self._allocate(admitted.slots, None)
         if extent is None:
             return None
-        sequence = Sequence(
-            request_id=ticket.request_id,
-            token_ids=list(admitted.prompt),
-            prompt_len=len(admitted.prompt),
-            sampling=admitted.sampling,
-            max_new_tokens=admitted.max_new_tokens,
-            extent=extent,
-            mode=request.mode,
-            tree_budget=request.tree_budget,
-            logprobs=request.sampling.logprobs,
-            keeps_features=may_draft,
-        )
+        if carried is not None:
+            sequence, ticket.carried = carried.moved(extent, may_draft), None
+        else:
+            sequence = Sequence(
+                request_id=ticket.request_id,
+                token_ids=list(admitted.prompt),
+                prompt_len=len(admitted.prompt),
+                sampling=admitted.sampling,
+                max_new_tokens=admitted.max_new_tokens,
+                extent=extent,
+                mode=request.mode,
+                tree_budget=request.tree_budget,
+                logprobs=request.sampling.logprobs,
+                keeps_features=may_draft,
+            )
         if found is not None:
             entry, length = found
             self.cache.copy_prefix(entry.extent, extent, length)

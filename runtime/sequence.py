@@ -7,7 +7,7 @@ and values. `drafter_len <= committed_len` positions have drafter keys; the feat
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -69,8 +69,26 @@ class Sequence:
         return self.max_new_tokens - self.num_outputs
 
     @property
+    def prefill_len(self) -> int:
+        """Tokens that need keys and values before a round: the prompt, later all but the root."""
+        return self.prompt_len if self.num_outputs == 0 else len(self.token_ids) - 1
+
+    @property
     def prefilled(self) -> bool:
-        return self.committed_len >= self.prompt_len
+        return self.committed_len >= self.prefill_len
+
+    def moved(self, extent: Extent, keeps_features: bool) -> Sequence:
+        """This request with its tokens at other slots, where nothing of it has been computed."""
+        return replace(
+            self,
+            extent=extent,
+            keeps_features=keeps_features,
+            committed_len=0,
+            drafter_len=0,
+            cached_len=0,
+            pending=[],
+            counts=None,
+        )
 
     def check(self) -> None:
         """Raises AssertionError where the lengths disagree."""

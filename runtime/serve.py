@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +47,8 @@ class ServeOptions:
     """Try the last good configuration when the one asked for does not come up."""
     degraded: str | None = None
     """Why this is not the configuration that was asked for, if it is not."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Field of the configuration to where its value came from."""
 
 
 class Orders:
@@ -107,7 +109,7 @@ async def _serve(
     folder = runtime_folder()
     keys = load_keys(os.environ, folder)
     address = take_address(keys, options.server)
-    runtime = LocalRuntime(config, options.degraded)
+    runtime = LocalRuntime(config, options.degraded, options.origins)
     orders = Orders(runtime, options.drain_seconds)
     listener = Listener(runtime, keys, options.server, orders, address)
     try:

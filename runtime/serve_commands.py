@@ -11,7 +11,7 @@ import typer
 from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Given, config_options, tell, words
 
 if TYPE_CHECKING:
-    from runtime.config import RuntimeConfig
+    from runtime.config import ResolvedConfig
 
 QUEUE_OPTIONS = ("max_queue", "queue_timeout")
 
@@ -59,7 +59,8 @@ def serve(
                 f"{origin!r} is not an origin such as https://example.org", param_hint="--cors-origin"
             )
     (style,) = words("--log-format", log_format, ("text", "json"))[:1]
-    config, degraded = _resolve(given, not no_fallback)
+    resolved, degraded = _resolve(given, not no_fallback)
+    config = resolved.config
     from runtime.http_settings import ServerSettings
     from runtime.logs import log_to_stderr
     from runtime.serve import ServeOptions
@@ -73,21 +74,21 @@ def serve(
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout or None,
     )
-    options = ServeOptions(settings, drain_seconds, not no_fallback, degraded)
+    options = ServeOptions(settings, drain_seconds, not no_fallback, degraded, resolved.origins)
     return run(config, options, lambda: given.resolve().config)
 
 
-def _resolve(given: Given, fall_back: bool) -> "tuple[RuntimeConfig, str | None]":
+def _resolve(given: Given, fall_back: bool) -> "tuple[ResolvedConfig, str | None]":
     """The configuration asked for; or, where a file or variable is wrong, the last good one with the reason.
 
     Raises ConfigRejected where the command line is wrong, or there is nothing to fall back to.
     """
-    from runtime.config import validate
+    from runtime.config import ResolvedConfig, validate
     from runtime.interface import ConfigRejected
     from runtime.last_good import last_good_file, recall
 
     try:
-        return given.resolve().config, None
+        return given.resolve(), None
     except ConfigRejected as refused:
         named_file_is_there = given.file is None or given.file.exists()
         good = recall(last_good_file()) if fall_back and named_file_is_there else None
@@ -99,4 +100,5 @@ def _resolve(given: Given, fall_back: bool) -> "tuple[RuntimeConfig, str | None]
             raise
         reason = f"the last good configuration is served, because the one asked for is wrong: {refused}"
     tell(reason)
-    return good, reason
+    origins = dict.fromkeys(type(good).model_fields, "last good configuration")
+    return ResolvedConfig(config=good, origins=origins), reason

@@ -7,8 +7,9 @@ registered, so transformers builds no mask of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,18 @@ from runtime.linear import Linear, LinearFactory, PlainLinear, RoundedLinear, re
 from runtime.models import Checkpoint, CheckpointError
 
 ATTENTION_NAME = "ddtree_slots"
+
+
+class Decoder(Protocol):
+    """The layers of a target; embedding and head are beside them."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+
+    @property
+    def head(self) -> Linear: ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -75,17 +88,9 @@ class TargetModel:
         state = {name: value.to(self.device, dtype) for name, value in checkpoint.load_state().items()}
         model = _skeleton(architecture, self.config)
         _check_names(model, state, checkpoint, self.config)
-        self._draft_head: Linear | None = None
-        self._greedy_head: GreedyHead | None = None
-        if draft_linear not in (None, linear):
-            assert draft_linear is not None
-            embedding = state["model.embed_tokens.weight"]
-            self._draft_head = draft_linear(state.get("lm_head.weight", embedding))
-            if isinstance(self._draft_head, RoundedLinear) and "lm_head.weight" not in state:
-                # A tied head's plain weight stays in memory as the embedding; another one would cost a copy.
-                self._greedy_head = GreedyHead(embedding, self._draft_head)
+        self._add_heads(state, linear, draft_linear)
         rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
-        self._decoder: FusedDecoder | TransformersDecoder
+        self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
             self._decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
@@ -94,6 +99,20 @@ class TargetModel:
             model.tie_weights()
             model.model.rotary_emb = rotary
             self._decoder = TransformersDecoder(model.eval().requires_grad_(False), linear, taps)
+
+    def _add_heads(
+        self, state: dict[str, Tensor], linear: LinearFactory, draft_linear: LinearFactory | None
+    ) -> None:
+        """The heads beside the exact one: for the drafter's logits, and for the likeliest token alone."""
+        self._draft_head: Linear | None = None
+        self._greedy_head: GreedyHead | None = None
+        if draft_linear is None or draft_linear is linear:
+            return
+        embedding = state["model.embed_tokens.weight"]
+        self._draft_head = draft_linear(state.get("lm_head.weight", embedding))
+        if isinstance(self._draft_head, RoundedLinear) and "lm_head.weight" not in state:
+            # A tied head's plain weight stays in memory as the embedding; another one would cost a copy.
+            self._greedy_head = GreedyHead(embedding, self._draft_head)
 
     @property
     def fused(self) -> bool:
@@ -110,6 +129,12 @@ class TargetModel:
             int(head_dim),
             self.dtype,
         )
+
+    def close(self) -> None:
+        """Nothing of this model lives elsewhere."""
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """`on_lost` is called, from any thread, when what holds the layers is gone; here that is this process."""
 
     def limit_vocabulary(self, size: int) -> None:
         """Keeps ids at or above the tokenizer's `size` (padding of the head) out of all logits."""

@@ -96,6 +96,17 @@ class VerifyReport:
             "conditions": self.conditions,
         }
 
+    @property
+    def verdict(self) -> str:
+        """What was found, in words."""
+        if self.divergences:
+            return "speculation changed the text: this is a bug"
+        if len(self.near_ties) > self.allowed_near_ties:
+            return f"{len(self.near_ties)} near-ties are more than the {self.allowed_near_ties} this dtype allows"
+        if self.near_ties:
+            return f"no divergence beyond {len(self.near_ties)} near-ties ({self.allowed_near_ties} allowed)"
+        return "no divergence"
+
     def table(self) -> str:
         """The findings for people."""
         lines = [
@@ -109,18 +120,7 @@ class VerifyReport:
                 f"{each.position}: plain {each.plain}, speculative {each.speculative}, "
                 f"margin {each.margin:.2e} (tau {each.tau:.2e})"
             )
-        if self.divergences:
-            lines.append("speculation changed the text: this is a bug")
-        elif len(self.near_ties) > self.allowed_near_ties:
-            lines.append(
-                f"{len(self.near_ties)} near-ties are more than the {self.allowed_near_ties} this dtype allows"
-            )
-        elif self.near_ties:
-            lines.append(
-                f"no divergence beyond {len(self.near_ties)} near-ties ({self.allowed_near_ties} allowed)"
-            )
-        else:
-            lines.append("no divergence")
+        lines.append(self.verdict)
         return "\n".join(lines)
 
 
@@ -147,47 +147,83 @@ def compare(
     progress: Callable[[str], None] = lambda _line: None,
 ) -> VerifyReport:
     """Compares on a loaded, idle engine."""
-    variants: list[tuple[Mode, int]] = []
-    for mode in plan.modes:
-        variants += [(mode, budget) for budget in (budgets if mode == "tree" else (0,))]  # type: ignore[misc]
-    texts = identical = tokens = 0
-    found: list[Divergence] = []
-    taus: dict[float, float] = {}
+    tally = Tally(plan, budgets)
     for number, prompt in enumerate(prompts):
         progress(f"prompt {number + 1} of {len(prompts)}")
         for temperature in plan.temperatures:
             plain = _decode(engine, plan, prompt, "off", 0, temperature)
-            for mode, budget in variants:
+            for mode, budget in tally.variants:
                 spec = _decode(engine, plan, prompt, mode, budget, temperature)
-                texts += 1
-                tokens += len(spec.token_ids)
-                if spec.token_ids == plain.token_ids:
-                    identical += 1
-                    continue
-                if temperature not in taus:
-                    taus[temperature] = near_tie_gap(engine, temperature, _prompt_ids(engine, prompt))
-                for position, choice, margin in judge(engine, plan, prompt, spec, temperature):
-                    at = (number, mode, budget, temperature, position)
-                    found.append(Divergence(*at, choice, spec.token_ids[position], margin, taus[temperature]))
-    per_tie = TOKENS_PER_NEAR_TIE[engine.models.target.dtype]
-    return VerifyReport(
-        conditions={
-            "model": engine.loaded.checkpoint.name,
-            "dtype": str(engine.models.target.dtype).removeprefix("torch."),
-            "variants": [{"mode": mode, "tree_budget": budget} for mode, budget in variants],
-            "temperatures": list(plan.temperatures),
-            "seed": plan.seed,
-            "max_tokens": plan.max_tokens,
-            "speculation": engine.loaded.no_drafter_reason or "ready",
-        },
-        prompts=len(prompts),
-        texts=texts,
-        identical=identical,
-        tokens=tokens,
-        allowed_near_ties=max(1, tokens // per_tie),
-        near_ties=tuple(each for each in found if each.near_tie),
-        divergences=tuple(each for each in found if not each.near_tie),
-    )
+                if not tally.same(plain, spec):
+                    tally.judge(engine, prompt, Place(number, mode, budget, temperature), spec)
+    return tally.report(engine, len(prompts))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a text that differs stands."""
+
+    prompt: int
+    mode: str
+    tree_budget: int
+    temperature: float
+
+
+class Tally:
+    """Counts texts as they are compared, and judges those that differ on the engine they came from."""
+
+    def __init__(self, plan: VerifyPlan, budgets: tuple[int, ...]) -> None:
+        self.variants: list[tuple[Mode, int]] = [
+            (mode, budget)  # type: ignore[misc]
+            for mode in plan.modes
+            for budget in (budgets if mode == "tree" else (0,))
+        ]
+        self.texts = 0
+        self.identical = 0
+        self._plan = plan
+        self._tokens = 0
+        self._found: list[Divergence] = []
+        self._taus: dict[float, float] = {}
+
+    def same(self, plain: RequestFinished, speculative: RequestFinished) -> bool:
+        """Counts a text; False if its tokens are not the plain ones."""
+        self.texts += 1
+        self._tokens += len(speculative.token_ids)
+        same = speculative.token_ids == plain.token_ids
+        self.identical += same
+        return same
+
+    def judge(self, engine: Engine, prompt: dict[str, Any], place: Place, text: RequestFinished) -> None:
+        """Finds the tokens of `text` that are not the plain choice; needs free slots for all of it."""
+        temperature = place.temperature
+        if temperature not in self._taus:
+            self._taus[temperature] = near_tie_gap(engine, temperature, _prompt_ids(engine, prompt))
+        at = (place.prompt, place.mode, place.tree_budget, temperature)
+        tau = self._taus[temperature]
+        for position, choice, margin in judge(engine, self._plan, prompt, text, temperature):
+            self._found.append(Divergence(*at, position, choice, text.token_ids[position], margin, tau))
+
+    def report(self, engine: Engine, prompts: int) -> VerifyReport:
+        plan, found = self._plan, self._found
+        dtype = engine.models.target.dtype
+        return VerifyReport(
+            conditions={
+                "model": engine.loaded.checkpoint.name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "variants": [{"mode": mode, "tree_budget": budget} for mode, budget in self.variants],
+                "temperatures": list(plan.temperatures),
+                "seed": plan.seed,
+                "max_tokens": plan.max_tokens,
+                "speculation": engine.loaded.no_drafter_reason or "ready",
+            },
+            prompts=prompts,
+            texts=self.texts,
+            identical=self.identical,
+            tokens=self._tokens,
+            allowed_near_ties=max(1, self._tokens // TOKENS_PER_NEAR_TIE[dtype]),
+            near_ties=tuple(each for each in found if each.near_tie),
+            divergences=tuple(each for each in found if not each.near_tie),
+        )
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
-from console.prompt_screen import PromptInput
+from console.prompt_input import PromptInput
 from runtime.config import RuntimeConfig
 from runtime.connect import open_runtime
 from runtime.interface import EngineState, Runtime
@@ -71,6 +71,9 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
         await ask(pilot, app)
         await reached(pilot, app, lambda: len(app.prompt.conversation.turns[-1].pieces) > 60, ANSWER_S)
         save("console-prompt.svg")
+        await pilot.press("2")
+        await reached(pilot, app, lambda: app.tree.shown is not None, ANSWER_S)
+        save("console-tree.svg")
         await pilot.press("1")
         await pilot.pause(1.0)
         save("console.svg")

@@ -97,6 +97,7 @@ def make_engine(tiny_folder: Path) -> Iterator[MakeEngine]:
         engine.scheduler.drop_prefixes()
         assert engine.models.cache.free_slots == engine.models.cache.slots
         assert not engine.requests()
+        engine.loaded.close()
 
 
 @pytest.fixture(scope="module")

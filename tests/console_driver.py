@@ -10,7 +10,7 @@ from fake_runtime import ANSWER, FakeRuntime
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
-from console.prompt_screen import PromptInput
+from console.prompt_input import PromptInput
 
 GIVE_UP_S = 10.0
 LONG = ANSWER * 20
@@ -29,7 +29,9 @@ class Driven:
         end = time.monotonic() + GIVE_UP_S
         while not holds():
             assert self.app._exception is None, "the app failed"
-            assert time.monotonic() < end, f"never came true: {what}; notice {self.app.view.notice!r}"
+            assert time.monotonic() < end, (
+                f"never came true: {what}; notice {self.app.view.notice!r}\n{self.shown()}"
+            )
             await self.pilot.pause(0.01)
 
     async def ask(self, prompt: str) -> None:

@@ -6,8 +6,11 @@ import asyncio
 import itertools
 import re
 import time
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
+
+from fake_trees import scripted
 
 from runtime.changes import check_revision, plan_change, recorded
 from runtime.config import RuntimeConfig
@@ -23,6 +26,9 @@ from runtime.interface import (
     GenerateEvent,
     GenerateRequest,
     HostSample,
+    Job,
+    JobProgress,
+    Mode,
     RequestAdmitted,
     RequestFinished,
     RequestRejected,
@@ -31,17 +37,70 @@ from runtime.interface import (
     RuntimeUnavailable,
     Status,
     StatusChanged,
+    TokenLogprob,
     TokenPiece,
     TokensEmitted,
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_kinds import BenchParameters, VerifyParameters, check_measured
+from runtime.jobs import JobContext, JobKind, Jobs, Outcome
 
 ANSWER = "The quick brown fox jumps over the lazy dog. "
 ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
 """Tokens per decode round, bonus token included, repeated for ever."""
 SLOTS = 4096
 CONTEXT = 2048
+VOCABULARY = 49152
+
+
+def token_id(text: str) -> int:
+    """The token whose text is `text`."""
+    return zlib.crc32(text.encode("utf-8", "replace")) % VOCABULARY
+
+
+JOB_STEPS = 5
+VERIFIED = {"passed": True, "texts": 4, "identical": 4, "findings": "no divergence"}
+
+
+def bench_case(mode: str, budget: int, tok_s: float, accept: float, **more: Any) -> dict[str, Any]:
+    """One result of a bench, as `runtime.bench` writes it; plain decoding gives 40 tok/s."""
+    stages = dict.fromkeys(("draft", "tree", "verify", "accept", "commit"), 0.002)
+    return {
+        "mode": mode,
+        "tree_budget": budget,
+        "concurrency": 1,
+        "temperature": 0.0,
+        "tok_s": tok_s,
+        "tok_s_min": tok_s - 1,
+        "tok_s_max": tok_s + 1,
+        "total_tok_s": tok_s * 0.9,
+        "accept_length": accept,
+        "ttft_s": 0.02,
+        "round_s": 0.01,
+        "stage_s": stages,
+        "speed_up": tok_s / 40.0,
+        "repetitions": 3,
+        **more,
+    }
+
+
+BENCHED = {
+    "schema": 1,
+    "conditions": {
+        "host": "fake",
+        "measured_at": "2026-01-02T03:04:05Z",
+        "max_tokens": 64,
+        "prompt_count": 6,
+    },
+    "results": [
+        bench_case("tree", 8, 81.5, 3.4),
+        bench_case("tree", 16, 72.0, 3.9),
+        bench_case("chain", 0, 60.25, 2.6),
+        bench_case("off", 0, 40.0, 1.0),
+    ],
+    "notes": [],
+}
 
 
 class FakeRuntime:
@@ -67,7 +126,15 @@ class FakeRuntime:
         """Set: streams break after that many rounds."""
         self.errors: tuple[str, ...] = ()
         self.calibration: str | None = None
+        self.origins: dict[str, str] = {"model": "default", "tree_budget": "command line"}
+        self.last_good: dict[str, Any] | None = None
+        self.answers: dict[str, str] = {}
+        """Another answer by mode."""
+        self.scores: dict[str, float] = {}
+        """Log-probability by token text, where asked for; others have -0.1."""
         self.seen: list[GenerateRequest] = []
+        self.traces: dict[str, list[TreeTrace]] = {}
+        """Draft trees by request."""
         self.closed = False
         self._state = EngineState.LOADING if loading else EngineState.READY
         self._reason = "loading the model" if loading else ""
@@ -77,9 +144,22 @@ class FakeRuntime:
         self._history: tuple[AppliedChange, ...] = ()
         self._finished: list[RequestStats] = []
         self._running: dict[str, asyncio.Event] = {}
+        self._clients: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._rounds = itertools.count()
         self._watchers: list[asyncio.Queue[WatchEvent]] = []
+        self.job_results: dict[str, Outcome] = {
+            "bench": Outcome("fastest: tree 8, 81.5 tok/s, 2.04x plain; 4 cases", BENCHED),
+            "verify": Outcome("no divergence: 4 of 4 texts have exactly the plain tokens", VERIFIED),
+        }
+        self.job_step_s = 0.02
+        """Seconds a step of a job takes; each has JOB_STEPS."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        kinds = (
+            JobKind("bench", BenchParameters, self._work, check_measured, measures=True),
+            JobKind("verify", VerifyParameters, self._work, check_measured, measures=True),
+        )
+        self.job_board = Jobs(self, kinds, self._tell_job)
 
     # Controls for tests
 
@@ -106,7 +186,7 @@ class FakeRuntime:
             max_tree_budget=self.config.max_tree_budget,
             max_seq_len=CONTEXT,
             max_concurrency=self.config.max_concurrency,
-            vocab_size=49152,
+            vocab_size=VOCABULARY,
             dtype="float32",
             device="cpu",
             threads=2,
@@ -143,6 +223,8 @@ class FakeRuntime:
             errors=self.errors,
             calibration=self.calibration,
             history=self._history,
+            origins=self.origins,
+            last_good=self.last_good,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
@@ -154,8 +236,11 @@ class FakeRuntime:
             raise RequestRejected(f"prompt: it leaves no room in the context limit of {CONTEXT}", "prompt")
         self.seen.append(request)
         request_id = f"fake-{next(self._numbers)}"
+        self._clients[request_id] = request.client
         cancelled = self._running[request_id] = asyncio.Event()
-        tokens = [part for part in re.split(r"(?<= )", self.answer) if part][: request.sampling.max_tokens]
+        mode = request.mode or self.config.mode
+        answer = self.answers.get(mode, self.answer)
+        tokens = [part for part in re.split(r"(?<= )", answer) if part][: request.sampling.max_tokens]
         temperature = self.config.temperature
         sent: list[str] = []
         rounds = 0
@@ -171,31 +256,46 @@ class FakeRuntime:
                 first = not sent
                 if not first and self.break_after is not None and rounds >= self.break_after:
                     raise RuntimeError("the engine fell over")
-                accept = next(lengths) if self.config.mode != "off" else 1
+                accept = next(lengths) if (request.mode or self.config.mode) != "off" else 1
                 emitted = tokens[len(sent) : len(sent) + accept]
                 sent += emitted
                 if not first:
                     rounds += 1
-                    self.emit(self._round(len(emitted)))
+                    done = self._round(len(emitted))
+                    self.emit(done)
+                    budget = self.config.tree_budget or 0
+                    self.traces.setdefault(request_id, []).append(
+                        scripted(done.index + 1, emitted, self.config.mode, budget)
+                    )
                 yield TokensEmitted(
                     request_id=request_id,
                     pieces=tuple(
-                        TokenPiece(token_id=index, text=text, drafted=index < len(emitted) - 1)
+                        TokenPiece(
+                            token_id=token_id(text),
+                            text=text,
+                            drafted=index < len(emitted) - 1,
+                            logprob=self._logprob(text) if request.sampling.logprobs is not None else None,
+                        )
                         for index, text in enumerate(emitted)
                     ),
                 )
         finally:
             self._running.pop(request_id, None)
-        stats = self._stats(request_id, reason, temperature, len(sent), rounds)
+        stats = self._stats(request_id, reason, temperature, len(sent), rounds, request.mode)
         self._finished.insert(0, stats)
         self.emit(stats)
         yield RequestFinished(
             request_id=request_id,
             reason=reason,
             text="".join(sent),
-            token_ids=tuple(range(len(sent))),
+            token_ids=tuple(map(token_id, sent)),
             stats=stats,
         )
+
+    def _logprob(self, text: str) -> TokenLogprob:
+        scores = {text: -0.1} | self.scores
+        top = tuple((token_id(each), each, scores[each]) for each in scores)
+        return TokenLogprob(token_id=token_id(text), text=text, logprob=scores[text], top=top)
 
     def _stats(
         self,
@@ -204,13 +304,15 @@ class FakeRuntime:
         temperature: float = 0.0,
         outputs: int = 0,
         rounds: int = 0,
+        mode: Mode | None = None,
     ) -> RequestStats:
         decode_s = rounds * self.round_s
         return RequestStats(
             request_id=request_id,
+            client=self._clients[request_id],
             state="finished" if reason else "decoding",
             finish_reason=reason,
-            mode=self.config.mode,
+            mode=mode or self.config.mode,
             tree_budget=self.config.tree_budget or 0,
             temperature=temperature,
             prompt_tokens=12,
@@ -222,6 +324,7 @@ class FakeRuntime:
             ttft_s=self.round_s,
             decode_s=decode_s,
             tok_s=(outputs - 1) / decode_s if rounds else None,
+            finished_at_s=time.time() if reason else None,
         )
 
     def _round(self, emitted: int) -> RoundStats:
@@ -262,8 +365,9 @@ class FakeRuntime:
     async def requests(self) -> tuple[RequestStats, ...]:
         return (*(self._stats(request_id) for request_id in self._running), *self._finished)
 
-    async def trace(self, request_id: str) -> tuple[TreeTrace, ...]:
-        return ()
+    async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
+        kept = self.traces.get(request_id, [])[-64:]
+        return tuple(trace for trace in kept if trace.round_index > after)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
         running = await self.requests()
@@ -292,9 +396,40 @@ class FakeRuntime:
         self._revision += 1
         self._history = recorded(self._history, plan, self._revision, author)
         self.emit(StatusChanged(state=self._state, reason=self._reason, revision=self._revision))
-        return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary)
+        rebuilt = any(each.effect == "rebuild" for each in plan.changes)
+        return ChangeReport(
+            revision=self._revision,
+            applied=plan.changes,
+            summary=plan.summary,
+            outage_s=0.0 if rebuilt else None,
+        )
+
+    async def start_job(
+        self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
+    ) -> str:
+        self._loop = asyncio.get_running_loop()
+        return await self.job_board.start(kind, parameters or {}, author)
+
+    async def cancel_job(self, job_id: str) -> bool:
+        return self.job_board.cancel(job_id)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return self.job_board.all()
+
+    async def _work(self, context: JobContext[Any]) -> Outcome:
+        step_s = max(self.job_step_s, (getattr(context.parameters, "duration_s", None) or 0.0) / JOB_STEPS)
+        for step in range(JOB_STEPS):
+            context.report(step / JOB_STEPS, f"step {step + 1} of {JOB_STEPS}")
+            await asyncio.sleep(step_s)
+        return self.job_results[context.job_id.partition("-")[0]]
+
+    def _tell_job(self, event: JobProgress) -> None:
+        """From the job's thread into the loop the fake lives in."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.emit, event)
 
     async def aclose(self) -> None:
+        await self.job_board.close()
         self.closed = True
         for event in self._running.values():
             event.set()

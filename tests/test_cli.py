@@ -22,6 +22,7 @@ COMMANDS = (
     "bench",
     "verify",
     "ctl",
+    "layouts",
     "serve",
     "service",
     "model",

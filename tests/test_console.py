@@ -10,6 +10,7 @@ from fake_runtime import FakeRuntime
 from textual.widgets import Input
 
 from console.dialogs import ConfirmDialog, ValueDialog
+from console.layout_chooser import LayoutChooser
 from console.prompt_screen import PromptScreen
 from runtime.config import RuntimeConfig
 from runtime.interface import GpuSample, HostSample
@@ -62,10 +63,11 @@ async def test_gpus_have_a_row_each_with_na_for_what_they_do_not_tell():
         )
         lost = GpuSample(index=1, name="NVIDIA H200", state="lost, last reading 09:12:13")
         runtime.emit(HostSample(host="box", time_s=time.time(), gpus=(whole, lost)))
-        await driven.until(lambda: "GPU 1" in driven.text("#host"), "rows")
-        first, second = driven.text("#host").splitlines()[-2:]
-        assert first == "GPU 0 NVIDIA H200         93 %  61.0 of 140 GiB  512/700 W  54 °C  ok"
-        assert second == "GPU 1 NVIDIA H200          n/a  n/a  n/a  n/a  lost, last reading 09:12:13"
+        await driven.until(lambda: "lost" in driven.text("#host"), "rows")
+        head, first, _more, second = driven.text("#host").splitlines()[-4:]
+        assert " ".join(head.split()) == "GPU util memory power temp SM MHz throttled by age"
+        assert " ".join(first.split()) == "0 93 % 61.0 of 140 GiB 512/700 W 54 °C n/a n/a n/a"
+        assert second == "1    lost, last reading 09:12:13  NVIDIA H200"
 
 
 async def test_a_baseline_not_measured_yet_is_not_available():
@@ -215,3 +217,32 @@ async def test_closing_the_bridge_ends_the_runtime():
     async with console() as driven:
         await driven.app.bridge.close()
         assert driven.runtime.closed
+
+
+# Layout
+
+
+async def test_p_opens_a_chooser_and_only_a_confirmed_plan_is_applied():
+    runtime = FakeRuntime()
+    async with console(runtime) as driven:
+        await driven.press("p")
+        await driven.until(lambda: isinstance(driven.app.screen, LayoutChooser), "chooser")
+        assert "single  * one process" in driven.shown()
+        await driven.press("escape")
+        await driven.press("p", "down", "enter")
+        await driven.until(lambda: isinstance(driven.app.screen, ConfirmDialog), "plan")
+        assert runtime.config.layout == "single"
+        assert "layout single -> tp2" in driven.shown() and "unknown" in driven.shown()
+        await driven.press("escape")
+        assert runtime.config.layout == "single"
+        await driven.press("p", "down", "down", "down", "down", "enter")
+        await driven.until(lambda: isinstance(driven.app.screen, ConfirmDialog), "plan")
+        await driven.press("y")
+        await driven.until(lambda: runtime.config.layout == "pp2", "applied")
+
+
+async def test_a_read_only_console_does_not_open_the_chooser():
+    async with console(read_only=True) as driven:
+        await driven.press("p")
+        await driven.until(lambda: "read-only" in driven.app.view.notice, "notice")
+        assert not isinstance(driven.app.screen, LayoutChooser)

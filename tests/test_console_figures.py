@@ -8,9 +8,13 @@ from textual.app import App, ComposeResult
 from console import formats
 from console.charts import TimeChart
 from console.conversation import History
-from console.figures import Figures, RoundWindow, plain_baseline, verdict
+from console.figures import Figures, RoundWindow
+from console.host_window import HostWindow
 from console.keys import next_budget, next_mode
-from runtime.interface import Baseline, RoundStats
+from console.latency import KEEP, Latency, RequestWindow
+from console.speed_panel import latency_text
+from console.verdict import alarm, measured, verdict
+from runtime.interface import Baseline, GpuSample, HostSample, RequestStats, RoundStats
 
 START = 1_000_000.0
 PLAIN = Baseline(mode="off", tree_budget=0, tok_s=20.0, measured_at_s=START, conditions="1 request, T 0")
@@ -144,8 +148,8 @@ def test_several_requests_are_not_compared_with_a_baseline_of_one():
 def test_the_latest_plain_baseline_counts():
     later = PLAIN.model_copy(update={"measured_at_s": START + 5, "tok_s": 30.0})
     chain = later.model_copy(update={"mode": "chain"})
-    assert plain_baseline([later, PLAIN, chain]) == later
-    assert plain_baseline([chain]) is None
+    assert measured([later, PLAIN, chain], "off") == later
+    assert measured([chain], "off") is None
 
 
 def test_unknown_is_never_zero():
@@ -203,6 +207,104 @@ def test_history_walks_back_and_returns_the_draft():
     history.add("two")
     assert [history.older("typed"), history.older(""), history.older("")] == ["two", "one", None]
     assert [history.newer(), history.newer(), history.newer()] == ["two", "typed", None]
+
+
+def test_prefill_is_counted_apart_and_takes_nothing_from_decoding():
+    window = RoundWindow()
+    window.add(rounds(count=10))
+    late = rounds(at=START + 1.2, count=10, first_index=10)
+    with_prompt = late[0].model_copy(update={"prefill_tokens": 300, "prefill_s": 0.2})
+    window.add((with_prompt, *late[1:]))
+    figures = window.figures(START + 2.2)
+    assert figures.tok_s == pytest.approx(40.0)
+    assert figures.prefill_tok_s == figures.prefill_mean == figures.prefill_peak == pytest.approx(1500.0)
+    assert window.figures(START + 60.0).prefill_tok_s is None
+
+
+def test_accept_lengths_are_counted_for_the_present_setting():
+    window = RoundWindow()
+    window.add(rounds(emitted=2, mode="chain", count=4))
+    window.add(rounds(at=START + 0.4, count=3, emitted=4, first_index=4))
+    window.add(rounds(at=START + 0.7, count=1, emitted=1, first_index=7))
+    figures = window.figures(START + 1.0)
+    assert (figures.accept_counts, figures.rounds) == ((0, 1, 0, 0, 3), 4)
+
+
+@pytest.mark.parametrize(
+    ("figures", "config", "words"),
+    [
+        (decoding(emitted=1, count=30), {"temperature": 0.0}, "not trained for this target"),
+        (decoding(emitted=1, count=30), {"temperature": 1.4}, "because T is 1.4: t lowers it"),
+        (decoding(emitted=1, count=5), {"temperature": 0.0}, None),
+        (decoding(emitted=2, count=30), {"temperature": 0.0}, None),
+        (decoding(emitted=1, count=30, mode="off", depth=0), {"temperature": 0.0}, None),
+        (Figures(), {}, None),
+    ],
+)
+def test_an_alarm_where_almost_nothing_is_accepted_names_the_cause_and_the_key(
+    figures: Figures, config: dict[str, float], words: str | None
+):
+    told = alarm(figures, config)
+    assert (
+        (told is None) if words is None else (words in str(told) and "m turns speculation off" in str(told))
+    )
+
+
+def finished(number: int, **changes: object) -> RequestStats:
+    values: dict[str, object] = {
+        "finish_reason": "stop",
+        "ttft_s": number / 100,
+        "decode_s": 1.0,
+        "output_tokens": 11,
+    }
+    return RequestStats(
+        request_id=f"r{number}",
+        mode="tree",
+        tree_budget=11,
+        temperature=0.0,
+        prompt_tokens=10,
+        cached_tokens=0,
+        rounds=5,
+        num_correct_drafts=5,
+        accept_length=2.0,
+        queue_s=0.0,
+        **(values | changes),  # type: ignore[arg-type]
+    )
+
+
+def test_percentiles_are_values_that_occurred_among_the_last_finished_requests():
+    window = RequestWindow()
+    assert window.latency() == Latency()
+    window.add(finished(number) for number in range(1, 101))
+    window.add(finished(number) for number in range(91, 101))
+    window.add([finished(200, finish_reason="cancelled"), finished(201, finish_reason="error")])
+    latency = window.latency()
+    assert latency.requests == 100, "neither twice nor cut short"
+    assert latency.ttft.values == (0.5, 0.9, 0.99)
+    assert latency.tpot.values == (0.1, 0.1, 0.1)
+    assert latency.end_to_end.values == (1.5, 1.9, 1.99)
+    window.add(finished(number) for number in range(300, 700))
+    assert window.latency().requests == KEEP
+
+
+def test_a_request_of_one_token_has_no_time_per_output_token():
+    window = RequestWindow()
+    window.add([finished(1, output_tokens=1, decode_s=0.0), finished(2)])
+    latency = window.latency()
+    assert (latency.requests, latency.ttft.count, latency.tpot.count) == (2, 2, 1)
+    assert "TPOT         100 ms   100 ms   100 ms of 1" in latency_text(latency).plain
+
+
+def test_the_hosts_load_is_the_mean_over_its_gpus_or_its_cpu():
+    window = HostWindow()
+    gpus = tuple(GpuSample(index=i, name="x", utilisation=share) for i, share in enumerate((0.2, 0.6, None)))
+    window.add(HostSample(host="h", time_s=START, cpu=0.1))
+    assert window.busy(START).words == "CPU %" and window.busy(START).series[-1] == pytest.approx(10.0)
+    for _ in range(10):
+        window.add(HostSample(host="h", time_s=START + 1, cpu=0.1, gpus=gpus))
+    busy = window.busy(START + 2)
+    assert busy.words == "GPU util %, mean of 2"
+    assert busy.series[-1] is None and busy.series[-2] == pytest.approx(40.0) and busy.series[-3] is None
 
 
 class Chart(App[None]):

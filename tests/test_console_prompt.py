@@ -8,7 +8,7 @@ from console_driver import console
 from fake_runtime import ACCEPT_LENGTHS, FakeRuntime
 
 from console.live_screen import LiveScreen
-from console.prompt_screen import PromptInput
+from console.prompt_input import PromptInput
 from console.transcript import Transcript
 from runtime.interface import EngineState
 

@@ -10,14 +10,24 @@ import sys
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
+from textual.binding import Binding
 from textual.command import CommandPalette
 
 from console import messages
 from console.app import ConsoleApp
+from console.bench_load import LoadDialog
+from console.bench_screen import BenchScreen
 from console.bridge import Batch
+from console.controls_screen import ControlsScreen
 from console.dialogs import HelpScreen
+from console.field_dialog import FieldDialog
+from console.filtering import FilterLine
+from console.lists import List
 from console.live_screen import LiveScreen
-from console.prompt_screen import PromptInput, PromptScreen
+from console.log_book import KEEP_LINES
+from console.log_screen import LogScreen
+from console.prompt_input import PromptInput
+from console.prompt_screen import PromptScreen
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -60,16 +70,47 @@ async def test_the_palette_runs_commands_and_pollers_survive_it():
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_key_works_on_every_screen_at_every_size(size: tuple[int, int]):
     async with console(FakeRuntime(round_s=0.002), size=size) as driven:
-        for number, screen in (("1", LiveScreen), ("3", PromptScreen)):
+        for number, screen in (("1", LiveScreen), ("3", PromptScreen), ("8", LogScreen)):
             await driven.press(number)
             keys = [key for key in driven.app.screen.active_bindings if key not in ("q", "ctrl+q", "ctrl+c")]
             for key in keys:
                 await driven.press(key)
-                while len(driven.app.screen_stack) > 1 or isinstance(driven.app.focused, PromptInput):
+                while len(driven.app.screen_stack) > 1 or isinstance(
+                    driven.app.focused, PromptInput | FilterLine
+                ):
                     await driven.press("escape")
                 if not isinstance(driven.app.screen, screen):
                     await driven.press(number)
         assert not driven.app._exit
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_key_of_its_own_works_on_controls_and_bench_at_every_size(size: tuple[int, int]):
+    async with console(size=size) as driven:
+        for number, screen in (("4", ControlsScreen), ("7", BenchScreen)):
+            await driven.press(number)
+            keys = [
+                key for each in screen.BINDINGS if isinstance(each, Binding) for key in each.key.split(",")
+            ]
+            for key in ("question_mark", *keys):
+                await driven.press(key)
+                while not isinstance(driven.app.screen, screen) or isinstance(driven.app.focused, FilterLine):
+                    await driven.press("escape")
+        assert not driven.app._exit
+
+
+@pytest.mark.case("C5")
+async def test_a_tiny_terminal_and_back_with_a_dialog_of_controls_and_bench_open():
+    async with console(size=(80, 24)) as driven:
+        for keys, dialog in ((("4", "e"), FieldDialog), (("7", "e"), LoadDialog)):
+            await driven.press(*keys)
+            for tiny in ((10, 3), (1, 1), (2, 60), (200, 1)):
+                await driven.pilot.resize_terminal(*tiny)
+                await driven.pilot.pause(0.05)
+            await driven.pilot.resize_terminal(80, 24)
+            assert isinstance(driven.app.screen, dialog)
+            await driven.press("escape")
+            await driven.until(lambda: isinstance(driven.app.focused, List), "the list has the focus again")
 
 
 @pytest.mark.case("C5")
@@ -140,7 +181,7 @@ async def test_a_runtime_that_cannot_be_opened_is_said_and_tried_again(monkeypat
     async with app.run_test() as pilot:
         driven = Driven(app, FakeRuntime(), pilot)
         await driven.until(lambda: app.view.state_words == "ready", "opened")
-        assert any("disk on fire" in line.text for line in app._lines)
+        assert any("disk on fire" in line.text for line in app.book.lines)
 
 
 async def test_a_status_that_fails_is_told_and_recovers(monkeypatch: pytest.MonkeyPatch):
@@ -178,7 +219,7 @@ async def test_messages_in_any_order_do_no_harm():
     ]
     random.seed(7)
     async with console(FakeRuntime(loading=True)) as driven:
-        for screen in ("1", "3"):
+        for screen in ("1", "3", "8"):
             await driven.press(screen)
             for _ in range(60):
                 driven.app.post_message(random.choice(made)())
@@ -200,8 +241,8 @@ async def test_a_flood_of_log_lines_is_bounded_and_keys_still_answer():
         driven.app.post_message(messages.LinesArrived((long_line,)))
         await driven.press("m")
         await driven.until(lambda: driven.runtime.config.mode == "off", "the key")
-        assert len(driven.app._lines) <= 500
-        assert max(len(line.text) for line in driven.app._lines) <= 400
+        assert len(driven.app.book.lines) <= KEEP_LINES
+        assert max(len(line.text) for line in driven.app.book.lines) <= 400
 
 
 async def test_a_batch_keeps_every_item_in_order():

@@ -136,12 +136,23 @@ def test_what_is_wrong_is_one_line(
     assert all(part in line for part in parts)
 
 
-def test_a_change_that_needs_a_rebuild_is_shown_and_refused(server: Served, home: Path) -> None:
+def test_a_change_that_needs_a_rebuild_is_shown_with_its_pause_and_made(server: Served, home: Path) -> None:
+    planned = ctl(home, "plan", "max_tree_budget=48")
+    assert planned.returncode == 0
+    assert (
+        "max_tree_budget  64 -> 48  rebuild" in planned.stdout and "expected pause unknown" in planned.stdout
+    )
+    report = answer(ctl(home, "apply", "max_tree_budget=48", "--json"))["report"]
+    assert report["outage_s"] > 0 and report["failure"] is None
+    assert ctl(home, "undo").returncode == 0
+    assert "max_tree_budget  48 -> 64" not in ctl(home, "plan", "max_tree_budget=64").stdout
+
+
+def test_a_rebuild_that_cannot_be_is_refused_before_it_begins(server: Served, home: Path) -> None:
     for what in ("plan", "apply"):
-        done = ctl(home, what, "dtype=bfloat16")
+        done = ctl(home, what, "device=cuda:97")
         assert done.returncode == 3
-        assert "dtype  float32 -> bfloat16  rebuild" in done.stdout.replace("auto", "float32")
-        assert "dtype" in done.stderr
+        assert "cuda:97" in done.stdout and "cuda:97" in done.stderr
 
 
 def test_read_only_changes_nothing(server: Served, home: Path) -> None:

@@ -40,6 +40,9 @@ ROUTES = [
     ("POST", "/runtime/apply"),
     ("POST", "/runtime/cancel"),
     ("POST", "/runtime/generate"),
+    ("GET", "/runtime/jobs"),
+    ("POST", "/runtime/jobs"),
+    ("DELETE", "/runtime/jobs/x"),
     ("POST", "/runtime/drain"),
     ("POST", "/runtime/stop"),
     ("POST", "/runtime/restart"),
@@ -112,7 +115,7 @@ async def test_the_list_of_routes_above_is_complete() -> None:
     async with client() as http:
         paths = (await http.get("/openapi.json")).json()["paths"]
     found = {
-        (method.upper(), path.replace("{request_id}", "x"))
+        (method.upper(), path.replace("{request_id}", "x").replace("{job_id}", "x"))
         for path, methods in paths.items()
         for method in methods
         if path.startswith("/runtime")

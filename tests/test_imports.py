@@ -19,6 +19,7 @@ SERVING_MODULES = {
 }
 ENGINE_PACKAGES = {
     "jinja2",
+    "layouts",
     "numpy",
     "pydantic",
     "pydantic_core",
@@ -51,12 +52,19 @@ def loaded_by(code: str) -> set[str]:
         "runtime.config",
         "runtime.connect",
         "runtime.interface",
+        "runtime.layout_commands",
         "runtime.model_commands",
         "runtime.train_commands",
     ],
 )
 def test_what_the_console_and_the_command_line_import_loads_no_engine(module: str) -> None:
     assert not loaded_by(f"import {module}") & ENGINES
+
+
+def test_layouts_load_nothing_of_the_runtime() -> None:
+    names = sorted(path.stem for path in (ROOT / "layouts").glob("*.py") if path.stem != "__init__")
+    loaded = loaded_by("\n".join(f"import layouts.{name}" for name in names))
+    assert not loaded & (ENGINES | {"console", "numpy", "runtime", "snapshots", "textual"})
 
 
 def test_help_loads_neither_an_engine_nor_the_validation_library_nor_the_screen_library() -> None:

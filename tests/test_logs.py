@@ -15,7 +15,7 @@ from served import serving
 from runtime import logs
 from runtime.http_security import Keys
 from runtime.http_settings import ServerSettings
-from runtime.interface import GenerateRequest, RequestStats
+from runtime.interface import GenerateRequest, LogLine, RequestStats
 from runtime.listener import Listener
 
 SECRET, OPERATOR = "sk-inference-0123456789", "operator-9876543210"
@@ -148,3 +148,25 @@ def test_a_server_process_shows_neither_keys_nor_prompts(tmp_path: Path, tiny_fo
     entries = [json.loads(line) for line in said.splitlines()]
     ours = [each["message"] for each in entries if each.get("http_request") == "mine-2"]
     assert "request finished" in ours and "POST /v1/completions 200" in ours
+
+
+def test_who_watches_gets_records_without_keys_and_neither_prompts_nor_access_lines() -> None:
+    logs.log_to_stderr("info", show_prompts=True)
+    logs.mask(SECRET)
+    told: list[LogLine] = []
+    watched = logs.watch_log(told.append)
+    logs.log_to_stderr("info", show_prompts=True)  # who watches outlives a change of the log's place
+    logs.mask(SECRET)
+    try:
+        raise ValueError(f"header was {SECRET}")
+    except ValueError:
+        logs.LOGGER.exception("it broke", extra={"fields": {"tokens": 3}})
+    logging.getLogger("ddtree.telemetry").warning("GPU 1 is lost")
+    logs.ACCESS.info("GET /runtime/status")
+    logs.PROMPTS.info("a secret story")
+    logs.LOGGER.debug("not shown")
+    assert [line.text for line in told if line.level != "debug"] == ["it broke tokens=3", "GPU 1 is lost"]
+    assert told[0].level == "error" and any("ValueError: header was [key]" in line.text for line in told)
+    logs.unwatch_log(watched)
+    logs.LOGGER.error("nobody watches")
+    assert told[-1].text == "GPU 1 is lost"

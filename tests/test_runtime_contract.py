@@ -18,6 +18,8 @@ from runtime.interface import (
     ConfigRejected,
     EngineState,
     GenerateRequest,
+    JobProgress,
+    JobRefused,
     RequestAdmitted,
     RequestFinished,
     RequestRejected,
@@ -117,12 +119,15 @@ async def test_a_wrong_field_or_value_is_refused_naming_it(runtime: Runtime) -> 
         await runtime.preview({"tree_budgett": 4})
 
 
-async def test_a_field_that_needs_a_rebuild_is_planned_but_not_applied(runtime: Runtime) -> None:
-    plan = await runtime.preview({"dtype": "bfloat16"})
+async def test_a_field_that_needs_a_rebuild_is_planned_and_applied(runtime: Runtime) -> None:
+    plan = await runtime.preview({"max_tree_budget": 24})
     assert [change.effect for change in plan.changes] == ["rebuild"]
-    assert not plan.allowed
-    with pytest.raises(ConfigRejected):
-        await runtime.apply({"dtype": "bfloat16"}, plan.revision)
+    assert plan.allowed and "rebuilt" in plan.summary
+    report = await runtime.apply({"max_tree_budget": 24}, plan.revision)
+    assert report.outage_s is not None and report.failure is None
+    assert (await runtime.status()).state is EngineState.READY
+    assert (await runtime.describe()).max_tree_budget == 24
+    assert (await collect(runtime, ask()))[-1].stats.output_tokens
 
 
 async def test_watch_shows_rounds_and_changes_and_ends_cleanly(runtime: Runtime) -> None:
@@ -150,6 +155,102 @@ async def test_requests_are_listed_while_they_run_and_after(runtime: Runtime) ->
         if isinstance(event, TokensEmitted) and during is None:
             during = await runtime.requests()
     assert during and during[0].state in ("decoding", "finished")
+
+
+JOB = {"prompts": [{"prompt": "abc"}], "modes": ["tree"], "temperatures": [0.0], "max_tokens": 6}
+
+
+async def test_a_job_runs_to_its_end_with_progress_for_those_who_watch(runtime: Runtime) -> None:
+    seen: list[JobProgress] = []
+
+    async def look() -> None:
+        async with aclosing(runtime.watch()) as events:
+            async for event in events:
+                if isinstance(event, JobProgress):
+                    seen.append(event)
+
+    watching = asyncio.create_task(look())
+    await asyncio.sleep(0.05)
+    job_id = await runtime.start_job("verify", JOB, "operator")
+    await settle(lambda: any(event.job.over for event in seen), 60)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert {event.job.id for event in seen} == {job_id} and seen[-1].job.state == "done"
+    (job,) = await runtime.jobs()
+    assert (job.id, job.name, job.holder, job.state, job.progress) == (
+        job_id,
+        "verify",
+        "operator",
+        "done",
+        1.0,
+    )
+    assert "no divergence" in job.text and job.result is not None and job.result["passed"]
+    assert job.ended_at_s is not None and job.ended_at_s >= job.started_at_s
+    assert not await runtime.cancel_job(job_id)
+
+
+async def test_one_job_at_a_time_the_other_is_refused_naming_its_holder_and_it_can_be_cancelled(
+    runtime: Runtime,
+) -> None:
+    job_id = await runtime.start_job("bench", {**JOB, "duration_s": 600, "repetitions": 100}, "somebody")
+    with pytest.raises(JobRefused, match=f"{job_id}, started by somebody at .* is running"):
+        await runtime.start_job("verify", JOB)
+    assert await runtime.cancel_job(job_id)
+    await settle(lambda: over(runtime, job_id))
+    assert (await runtime.jobs())[0].state == "cancelled"
+    await settle(lambda: idle(runtime))
+    assert await runtime.start_job("verify", JOB) != job_id
+
+
+async def test_a_job_of_a_wrong_kind_or_parameter_is_refused_naming_it(runtime: Runtime) -> None:
+    with pytest.raises(ConfigRejected, match="kind = benhc: must be one of .* did you mean bench"):
+        await runtime.start_job("benhc")
+    with pytest.raises(ConfigRejected, match="kind = rollback: this runtime does not offer it"):
+        await runtime.start_job("rollback")
+    with pytest.raises(ConfigRejected, match="repetitions = 0"):
+        await runtime.start_job("bench", {"repetitions": 0})
+    with pytest.raises(ConfigRejected, match="tree_budgets = 900: must be from 0 to max_tree_budget"):
+        await runtime.start_job("bench", {"tree_budgets": [900]})
+    with pytest.raises(ConfigRejected, match="concurrency = 99: must be from 1 to max_concurrency"):
+        await runtime.start_job("bench", {"concurrency": [99]})
+    assert await runtime.jobs() == ()
+
+
+async def test_a_measuring_job_keeps_out_of_other_clients_way_unless_told_not_to(runtime: Runtime) -> None:
+    async with aclosing(runtime.generate(ask(max_tokens=400, ignore_eos=True))) as stream:
+        await anext(stream)
+        with pytest.raises(
+            JobRefused, match="1 request of other clients runs; wait for them or set under_load"
+        ):
+            await runtime.start_job("verify", JOB)
+        assert await runtime.start_job("verify", {**JOB, "under_load": True})
+        await settle(lambda: over(runtime, "verify-1"), 60)
+    assert (await runtime.jobs())[0].state == "done"
+
+
+async def test_a_measuring_job_stops_when_somebody_sends_a_request(runtime: Runtime) -> None:
+    job_id = await runtime.start_job("bench", {**JOB, "duration_s": 600, "repetitions": 100})
+    await collect(runtime, ask())
+    await settle(lambda: over(runtime, job_id), 60)
+    job = (await runtime.jobs())[0]
+    assert job.state == "cancelled" and "stopped for 1 request of other clients" in job.text
+
+
+async def over(runtime: Runtime, job_id: str) -> bool:
+    return next(job for job in await runtime.jobs() if job.id == job_id).over
+
+
+async def test_draft_trees_are_given_while_a_request_runs_and_after(runtime: Runtime) -> None:
+    request_id, during = "", ()
+    async for event in runtime.generate(ask(max_tokens=30, ignore_eos=True)):
+        request_id = event.request_id
+        if isinstance(event, TokensEmitted) and not during:
+            during = await runtime.trace(request_id)
+    kept = await runtime.trace(request_id)
+    assert during and kept[: len(during)] == during
+    assert all(trace.nodes[0].accepted and len(trace.nodes) <= 1 + trace.tree_budget for trace in kept)
+    assert await runtime.trace(request_id, kept[-2].round_index) == kept[-1:]
+    assert await runtime.trace("no such request") == ()
 
 
 async def idle(runtime: Runtime) -> bool:

@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pynvml
 import pytest
+from fake_nvml import GIB, FakeNvml, raising
 
-from runtime.telemetry import HostSampler, import_nvml
-
-GIB = 1024**3
-
-
-class FakeNvml:
-    """Two healthy GPUs; `broken` replaces functions. What is not faked is the binding's own."""
-
-    def __init__(self, **broken: Callable[..., Any]) -> None:
-        self.broken = broken
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.broken:
-            self.calls.append(name)
-            return self.broken[name]
-        if name.startswith("nvml"):
-            assert hasattr(pynvml, name), f"the binding has no {name}"
-            return getattr(FakeNvml, f"healthy_{name}")
-        return getattr(pynvml, name)
-
-    healthy_nvmlInit = staticmethod(lambda: None)
-    healthy_nvmlShutdown = staticmethod(lambda: None)
-    healthy_nvmlDeviceGetCount = staticmethod(lambda: 2)
-    healthy_nvmlDeviceGetHandleByIndex = staticmethod(lambda index: index)
-    healthy_nvmlDeviceGetName = staticmethod(lambda handle: "NVIDIA H200")
-    healthy_nvmlDeviceGetUUID = staticmethod(lambda handle: f"GPU-{handle}")
-    healthy_nvmlDeviceGetMigMode = staticmethod(lambda handle: [0, 0])
-    healthy_nvmlDeviceGetMemoryInfo = staticmethod(
-        lambda handle: SimpleNamespace(total=140 * GIB, used=61 * GIB, free=79 * GIB)
-    )
-    healthy_nvmlDeviceGetUtilizationRates = staticmethod(lambda handle: SimpleNamespace(gpu=93, memory=40))
-    healthy_nvmlDeviceGetPowerUsage = staticmethod(lambda handle: 512_300)
-    healthy_nvmlDeviceGetEnforcedPowerLimit = staticmethod(lambda handle: 700_000)
-    healthy_nvmlDeviceGetTemperature = staticmethod(lambda handle, sensor: 54)
+from runtime.nvml import import_nvml
+from runtime.nvml_readings import throttle_words
+from runtime.samples import GpuProcess
+from runtime.telemetry import HostSampler
 
 
 class Clock:
@@ -57,18 +30,88 @@ class Clock:
         return self.now
 
 
-def raising(code: int) -> Callable[..., Any]:
-    def function(*_: object) -> Any:
-        raise pynvml.NVMLError(code)
-
-    return function
+def sampler(nvml: FakeNvml, clock: Clock | None = None) -> HostSampler:
+    nvml.clock = clock = clock or Clock()
+    return HostSampler(nvml=lambda: nvml, clock=clock)
 
 
-def sampler(nvml: object, clock: Clock | None = None) -> HostSampler:
-    return HostSampler(nvml=lambda: nvml, clock=clock or Clock())
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """The warnings of the telemetry, wherever the log goes meanwhile."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, keep = logging.getLogger("ddtree.telemetry"), Keep(logging.WARNING)
+    logger.addHandler(keep)
+    yield lines
+    logger.removeHandler(keep)
 
 
-def test_healthy_gpus_give_every_field():
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end, f"never came true: {what}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_healthy_gpus_give_every_field_and_its_age(count: int):
+    clock, nvml = Clock(), FakeNvml(gpus=count)
+    host = sampler(nvml, clock)
+    host.sample()
+    clock.now += 2.0
+    gpus = host.sample().gpus
+    assert [gpu.index for gpu in gpus] == list(range(count))
+    gpu = gpus[-1]
+    values = gpu.model_dump(exclude={"index", "instance", "name", "uuid", "bus_id", "state", "ages"})
+    assert None not in values.values()
+    assert set(gpu.ages) == set(values)
+    assert gpu.ages["utilisation"] == 0.0 and gpu.ages["power_limit_w"] == 2.0
+    assert gpu.bus_id == f"00000000:0{count - 1}:00.0"
+    assert (gpu.sm_clock_mhz, gpu.memory_clock_mhz, gpu.throttle) == (1980, 3201, ("power cap",))
+    assert (gpu.pcie_rx_b_s, gpu.pcie_tx_b_s) == (2048 * 1024, 1024 * 1024)
+    assert (gpu.nvlink_rx_b_s, gpu.nvlink_tx_b_s) == (GIB, GIB / 2)
+    assert gpu.processes == (
+        GpuProcess(pid=os.getpid(), memory_used=60 * GIB, ours=True),
+        GpuProcess(pid=1, memory_used=GIB),
+    )
+
+
+def test_readings_that_cost_much_are_made_rarely():
+    clock, nvml = Clock(), FakeNvml(gpus=1)
+    host = sampler(nvml, clock)
+    for _ in range(100):
+        host.sample()
+        clock.now += 0.1
+    assert nvml.calls.count("nvmlDeviceGetUtilizationRates") == 100
+    assert nvml.calls.count("nvmlDeviceGetPcieThroughput") <= 6
+    assert nvml.calls.count("nvmlDeviceGetComputeRunningProcesses") <= 3
+
+
+def test_what_holds_the_clocks_down_in_words():
+    assert throttle_words(0) == ()
+    assert throttle_words(pynvml.nvmlClocksEventReasonGpuIdle) == ("idle",)
+    both = pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonHwSlowdown
+    assert throttle_words(both) == ("hardware slowdown", "too hot (hardware)")
+    assert throttle_words(1 << 40 | 4) == ("power cap", "reason 0x10000000000")
+    every = throttle_words(pynvml.nvmlClocksThrottleReasonAll)
+    assert not any(words.startswith("reason") for words in every)
+
+
+def test_an_older_driver_gives_throttle_reasons_under_their_older_name():
+    nvml = FakeNvml(
+        nvmlDeviceGetCurrentClocksEventReasons=raising(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: (
+            pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+        ),
+    )
+    assert sampler(nvml).sample().gpus[0].throttle == ("too hot (driver)",)
+
+
+def test_a_healthy_gpu_in_figures():
     gpu = sampler(FakeNvml()).sample().gpus[1]
     assert (gpu.index, gpu.name, gpu.uuid, gpu.state) == (1, "NVIDIA H200", "GPU-1", "ok")
     assert (gpu.utilisation, gpu.memory_used, gpu.memory_total) == (0.93, 61 * GIB, 140 * GIB)
@@ -76,7 +119,7 @@ def test_healthy_gpus_give_every_field():
 
 
 def test_the_first_cpu_figure_is_unknown_for_it_needs_two_samples():
-    host = HostSampler(nvml=lambda: FakeNvml())
+    host = sampler(FakeNvml())
     assert host.sample().cpu is None
     second = host.sample()
     assert second.cpu is None or 0.0 <= second.cpu <= 1.0
@@ -92,28 +135,56 @@ def test_without_psutil_the_host_is_unknown_and_gpus_are_shown():
 
 @pytest.mark.case("B1")
 @pytest.mark.parametrize(
-    ("function", "field"),
+    ("function", "fields"),
     [
-        ("nvmlDeviceGetMemoryInfo", "memory_used"),
-        ("nvmlDeviceGetUtilizationRates", "utilisation"),
-        ("nvmlDeviceGetPowerUsage", "power_w"),
-        ("nvmlDeviceGetEnforcedPowerLimit", "power_limit_w"),
-        ("nvmlDeviceGetTemperature", "temperature_c"),
+        ("nvmlDeviceGetMemoryInfo", {"memory_used", "memory_total"}),
+        ("nvmlDeviceGetUtilizationRates", {"utilisation"}),
+        ("nvmlDeviceGetPowerUsage", {"power_w"}),
+        ("nvmlDeviceGetEnforcedPowerLimit", {"power_limit_w"}),
+        ("nvmlDeviceGetTemperature", {"temperature_c"}),
+        ("nvmlDeviceGetClockInfo", {"sm_clock_mhz", "memory_clock_mhz"}),
+        ("nvmlDeviceGetCurrentClocksEventReasons", {"throttle"}),
+        ("nvmlDeviceGetPcieThroughput", {"pcie_rx_b_s", "pcie_tx_b_s"}),
+        ("nvmlDeviceGetFieldValues", {"nvlink_rx_b_s", "nvlink_tx_b_s"}),
+        ("nvmlDeviceGetComputeRunningProcesses", {"processes"}),
+        ("nvmlDeviceGetUUID", {"uuid"}),
+        ("nvmlDeviceGetPciInfo", {"bus_id"}),
+        ("nvmlDeviceGetMigMode", {"instance"}),
     ],
 )
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND])
-def test_an_unsupported_reading_is_unknown_and_the_others_stay(function: str, field: str, code: int):
-    gpu = sampler(FakeNvml(**{function: raising(code)})).sample().gpus[0]
-    values = gpu.model_dump()
-    assert values.pop(field) is None
-    values.pop("memory_total")
-    assert None not in values.values()
-    assert gpu.state == "ok"
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_UNKNOWN])
+def test_a_reading_that_any_call_refuses_is_unknown_and_the_others_stay(
+    function: str, fields: set[str], code: int
+):
+    clock, nvml = Clock(), FakeNvml(**{function: raising(code)})
+    host = sampler(nvml, clock)
+    host.sample()
+    clock.now += 1.0
+    gpu = host.sample().gpus[0]
+    assert {name for name, value in gpu.model_dump().items() if value is None} == fields | {"instance"}
+    assert not fields & set(gpu.ages) and gpu.state == "ok"
+
+
+@pytest.mark.case("B1")
+def test_nvlink_counters_of_a_gpu_without_links_are_unknown():
+    def none(handle: int, asked: object) -> Any:
+        answers = (pynvml.c_nvmlFieldValue_t * 2)()
+        for answer in answers:
+            answer.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
+        return answers
+
+    clock, nvml = Clock(), FakeNvml(nvmlDeviceGetFieldValues=none)
+    host = sampler(nvml, clock)
+    for _ in range(5):
+        gpu = host.sample().gpus[0]
+        assert gpu.nvlink_rx_b_s is None and gpu.state == "ok"
+        clock.now += 2.0
+    assert nvml.calls.count("nvmlDeviceGetFieldValues") == 2, "one a GPU; what is unsupported is asked rarely"
 
 
 @pytest.mark.case("B1")
 def test_a_memory_total_of_zero_is_unknown():
-    unified = FakeNvml(nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=0, used=0, free=0))
+    unified = FakeNvml(nvmlDeviceGetMemoryInfo=lambda handle: pynvml.c_nvmlMemory_t(total=0, used=0, free=0))
     gpu = sampler(unified).sample().gpus[0]
     assert (gpu.memory_used, gpu.memory_total) == (None, None)
 
@@ -125,9 +196,9 @@ def test_mig_instances_have_rows_with_their_own_memory():
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return f"mig-{number}"
 
-    def memory(handle: object) -> SimpleNamespace:
+    def memory(handle: object) -> Any:
         size = 10 if str(handle).startswith("mig") else 140
-        return SimpleNamespace(total=size * GIB, used=GIB, free=(size - 1) * GIB)
+        return pynvml.c_nvmlMemory_t(total=size * GIB, used=GIB, free=(size - 1) * GIB)
 
     nvml = FakeNvml(
         nvmlDeviceGetCount=lambda: 1,
@@ -141,6 +212,7 @@ def test_mig_instances_have_rows_with_their_own_memory():
     assert whole.utilisation is None
     assert [gpu.memory_total for gpu in instances] == [10 * GIB, 10 * GIB]
     assert all(gpu.utilisation is None and gpu.power_w is None for gpu in instances)
+    assert [(gpu.index, gpu.instance) for gpu in (whole, *instances)] == [(0, None), (0, 0), (0, 1)]
     assert [gpu.name[:5] for gpu in instances] == ["MIG 0", "MIG 1"]
 
 
@@ -151,7 +223,7 @@ def test_names_may_come_as_bytes():
 
 
 @pytest.mark.case("B2")
-def test_a_lost_gpu_is_called_lost_the_others_go_on_and_it_comes_back(caplog: pytest.LogCaptureFixture):
+def test_a_lost_gpu_is_called_lost_the_others_go_on_and_it_comes_back(warned: list[str]):
     clock, nvml = Clock(), FakeNvml()
     host = sampler(nvml, clock)
     assert [gpu.state for gpu in host.sample().gpus] == ["ok", "ok"]
@@ -161,28 +233,22 @@ def test_a_lost_gpu_is_called_lost_the_others_go_on_and_it_comes_back(caplog: py
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return 60
 
-    nvml.broken.update(
-        {
-            name: lost
-            for name in (
-                "nvmlDeviceGetName",
-                "nvmlDeviceGetMemoryInfo",
-                "nvmlDeviceGetPowerUsage",
-                "nvmlDeviceGetTemperature",
-            )
-        }
-    )
-    nvml.broken["nvmlDeviceGetMemoryInfo"] = lambda handle: (
-        lost(handle) and SimpleNamespace(total=GIB, used=1, free=1)
-    )
-    with caplog.at_level(logging.WARNING):
-        for _ in range(5):
-            clock.now += 1
-            first, second = host.sample().gpus
-            assert (first.state, first.temperature_c) == ("ok", 60.0)
-            assert second.state.startswith("lost, last reading ")
-            assert (second.name, second.memory_used, second.utilisation) == ("NVIDIA H200", None, None)
-    assert len(caplog.records) == 1
+    def memory(handle: int) -> Any:
+        return lost(handle) and pynvml.c_nvmlMemory_t(total=GIB, used=1, free=1)
+
+    nvml.broken |= {
+        "nvmlDeviceGetName": lost,
+        "nvmlDeviceGetPowerUsage": lost,
+        "nvmlDeviceGetMemoryInfo": memory,
+    }
+    nvml.broken["nvmlDeviceGetTemperature"] = lost
+    for _ in range(5):
+        clock.now += 1
+        first, second = host.sample().gpus
+        assert (first.state, first.temperature_c) == ("ok", 60.0)
+        assert second.state.startswith("lost, last reading ")
+        assert (second.name, second.memory_used, second.utilisation) == ("NVIDIA H200", None, None)
+    assert len(warned) == 1 and "GPU 1" in warned[0]
 
     nvml.broken["nvmlDeviceGetCount"] = raising(pynvml.NVML_ERROR_UNKNOWN)
     clock.now += 40
@@ -229,26 +295,75 @@ def test_no_binding_and_no_gpu_are_said():
 
 
 @pytest.mark.case("B5")
-def test_a_slow_reading_rests_and_the_row_says_so():
+def test_a_slow_reading_rests_and_its_value_stays_with_its_age(warned: list[str]):
     clock = Clock()
     calls = 0
 
     def slow(handle: int) -> int:
         nonlocal calls
         calls += 1
-        clock.now += 3.0
+        clock.now += 0.2
         return 100_000
 
-    host = sampler(FakeNvml(nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetPowerUsage=slow), clock)
+    host = sampler(FakeNvml(gpus=1, nvmlDeviceGetPowerUsage=slow), clock)
     assert host.sample().gpus[0].power_w == 100.0
-    for _ in range(20):
+    for second in range(1, 9):
         clock.now += 1
         gpu = host.sample().gpus[0]
-        assert gpu.power_w is None and gpu.temperature_c == 54.0
-        assert gpu.state == "power not read: the driver is slow"
-    assert calls == 1
-    clock.now += 60
-    assert host.sample().gpus[0].power_w == 100.0
+        assert (gpu.power_w, gpu.temperature_c) == (100.0, 54.0)
+        assert gpu.ages["power_w"] == pytest.approx(second) and gpu.ages["temperature_c"] == 0.0
+        assert gpu.state == "power is slow to read (0.2 s)"
+    assert (calls, len(warned)) == (1, 1)
+    clock.now += 3
+    assert host.sample().gpus[0].ages["power_w"] == 0.0
+
+
+@pytest.mark.case("B5")
+def test_a_call_that_hangs_costs_its_gpu_alone_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+):
+    monkeypatch.setattr("runtime.nvml.DEADLINE_S", 0.1)
+    let_go = threading.Event()
+    hangs = False
+
+    def temperature(handle: int, sensor: int) -> int:
+        if hangs and handle == 0:
+            let_go.wait(60)
+        return 54
+
+    nvml = FakeNvml(nvmlDeviceGetTemperature=temperature)
+    host = HostSampler(nvml=lambda: nvml)
+    before = host.sample().gpus
+    assert [gpu.state for gpu in before] == ["ok", "ok"]
+    hangs = True
+    until(lambda: host.sample().gpus[0].state.startswith("temperature not answered since "), "said")
+    threads = threading.active_count()
+    for _ in range(20):
+        stuck, other = host.sample().gpus
+        assert stuck.temperature_c == 54.0
+        assert stuck.state.startswith("temperature not answered since ") and other.state == "ok"
+    assert stuck.ages["temperature_c"] > other.ages["temperature_c"]
+    assert threading.active_count() <= threads + 1, "one thread is left behind, not one a sample"
+    assert len(warned) == 1
+    hangs = False
+    let_go.set()
+    until(lambda: "not answered" not in host.sample().gpus[0].state, "comes back")
+
+
+@pytest.mark.case("B5")
+def test_a_driver_that_hangs_at_start_holds_up_no_sample(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("runtime.nvml.LIST_DEADLINE_S", 0.1)
+    monkeypatch.setattr("runtime.nvml.RETRY_S", 0.01)
+    let_go = threading.Event()
+    nvml = FakeNvml(nvmlInit=lambda: let_go.wait(60))
+    host = HostSampler(nvml=lambda: nvml)
+    until(lambda: "does not answer since" in (host.sample().gpu_note or ""), "said")
+    for _ in range(5):
+        assert host.sample().gpus == ()
+    assert nvml.calls == ["nvmlInit"]
+    let_go.set()
+    until(lambda: len(host.sample().gpus) == 2, "comes back")
+    assert host.sample().gpu_note is None
 
 
 @pytest.mark.case("B3")

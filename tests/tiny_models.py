@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.config import RuntimeConfig
 from runtime.drafter import Drafter, DrafterConfig
+from runtime.models import merge_experts
 
 CPU = torch.device("cpu")
 END, OTHER_END, PAD, MASK = "<|end|>", "<|other_end|>", "<|pad|>", "<|mask|>"
@@ -27,6 +28,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -108,12 +110,21 @@ def write_target(
         "bos_token_id": None,
         "eos_token_id": special[END],
         "pad_token_id": special[PAD],
-    } | config
+    }
+    if family == "qwen3_moe":
+        fields |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        }
+    fields |= config
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [special[END], special[OTHER_END]]})
     )
-    save_file(_target_state(fields, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    state = split_experts(_target_state(fields, seed))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -128,7 +139,7 @@ def _target_state(fields: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
         elif value.dim() == 1 or "embed" in name:
             state[name] = 0.5 * drawn
         else:
-            state[name] = 1.5 * drawn * value.shape[1] ** -0.5
+            state[name] = 1.5 * drawn * value.shape[-1] ** -0.5
     model.load_state_dict(state)
     if fields["tie_word_embeddings"]:
         del state["lm_head.weight"]
@@ -138,6 +149,23 @@ def _target_state(fields: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
         spread = model(tokens).logits.std()
     state["lm_head.weight"] = state["lm_head.weight"] * (3.0 / float(spread))
     return state
+
+
+def split_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one, as published folders hold them."""
+    split: dict[str, Tensor] = {}
+    for name, value in state.items():
+        layer, _, kind = name.rpartition(".")
+        if not layer.endswith(".experts"):
+            split[name] = value
+            continue
+        for i, expert in enumerate(value):
+            parts = {"down": expert}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate", "up"), expert.chunk(2), strict=True))
+            for part, weight in parts.items():
+                split[f"{layer}.{i}.{part}_proj.weight"] = weight.contiguous()
+    return split
 
 
 def _transformers_model(fields: Mapping[str, Any]) -> Any:
@@ -152,7 +180,7 @@ def _transformers_model(fields: Mapping[str, Any]) -> Any:
 def transformers_model(folder: Path) -> Any:
     """The target in `folder` as transformers' own class with its own attention, float32."""
     model = _transformers_model(json.loads((folder / "config.json").read_text()))
-    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    model.load_state_dict(merge_experts(load_file(folder / "model.safetensors")), strict=False)
     model.tie_weights()
     return model
 

@@ -1,0 +1,131 @@
+"""What the app does for Controls, Bench and the palette: collected changes, jobs, preferences. A part of ConsoleApp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from console import messages
+from console.change_draft import Draft, disruptive, plan_lines
+from console.controls_screen import ControlsScreen
+from console.dialogs import ConfirmDialog
+from console.field_dialog import FieldDialog
+from console.formats import clean_line
+from runtime.interface import Job
+
+if TYPE_CHECKING:
+    from textual.app import App
+
+    from console.bridge import Bridge
+    from console.frame import ConsoleScreen, View
+    from console.log_book import LogBook
+
+    Base = App[Any]
+else:
+    Base = object
+
+JOBS_SHOWN = 32
+VERIFY_PARAMETERS: Mapping[str, Any] = {}
+
+
+class Operations(Base):
+    """Handlers and actions that more than one screen or key uses."""
+
+    bridge: Bridge
+    book: LogBook
+    view: View
+    _screens: dict[str, ConsoleScreen]
+
+    def _show(self, **changes: Any) -> None:
+        raise TypeError("the app draws")
+
+    def _notice(self, text: str, bad: bool = False) -> None:
+        raise TypeError("the app tells")
+
+    @property
+    def controls(self) -> ControlsScreen:
+        screen = self._screens[ControlsScreen.NAME]
+        assert isinstance(screen, ControlsScreen)
+        return screen
+
+    # Collected changes
+
+    def on_controls_screen_told(self, event: ControlsScreen.Told) -> None:
+        self._notice(event.text, bad=event.text.startswith("refused"))
+
+    def on_controls_screen_edit_asked(self, event: ControlsScreen.EditAsked) -> None:
+        def chosen(draft: Draft | None) -> None:
+            if draft is not None:
+                self.controls.edited(draft)
+
+        self.push_screen(FieldDialog(event.name, event.draft, self.view.config), chosen)
+
+    def on_controls_screen_plan_asked(self, event: ControlsScreen.PlanAsked) -> None:
+        work = self.bridge.orders.plan(event.change)
+        self.run_worker(work, name="plan", group="plan", exclusive=True, exit_on_error=False)
+
+    def on_plan_arrived(self, event: messages.PlanArrived) -> None:
+        self.controls.planned(event.change, event.plan, event.refusal)
+
+    def on_controls_screen_apply_asked(self, event: ControlsScreen.ApplyAsked) -> None:
+        breaks = disruptive(event.plan)
+        effect = Text("\n").join(
+            Text.assemble((clean_line(line), style)) for line, style in plan_lines(event.plan)
+        )
+        dialog = ConfirmDialog(
+            "Rebuild the engine for this change?" if breaks else "Apply this change?",
+            effect,
+            yes="Rebuild" if breaks else "Apply",
+            no="Cancel",
+            harmless=not breaks,
+        )
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                work = self.bridge.apply(event.change, event.plan)
+                self.run_worker(work, name="apply", group="change", exit_on_error=False)
+
+        self.push_screen(dialog, answered)
+
+    # Jobs
+
+    def on_job_changed(self, event: messages.JobChanged) -> None:
+        job = event.job
+        before = next((each for each in self.view.jobs if each.id == job.id), None)
+        if before is not None and before.over:
+            return
+        others = tuple(each for each in self.view.jobs if each.id != job.id)
+        jobs = sorted((job, *others), key=lambda each: -each.started_at_s)[:JOBS_SHOWN]
+        self._show(jobs=tuple(jobs))
+        if job.over and (before is not None or job.holder == self.bridge.author):
+            self._notice(end_text(job), bad=went_wrong(job))
+
+    def on_job_not_started(self, event: messages.JobNotStarted) -> None:
+        self._notice(event.reason, bad=True)
+
+    def start_job(self, kind: str, parameters: Mapping[str, Any]) -> None:
+        work = self.bridge.orders.start_job(kind, parameters)
+        self.run_worker(work, name="job", group="job", exit_on_error=False)
+
+    def cancel_job(self, job_id: str) -> None:
+        work = self.bridge.orders.cancel_job(job_id)
+        self.run_worker(work, name="job", group="job", exit_on_error=False)
+
+    def action_verify(self) -> None:
+        """Starts the check that speculation changes no token."""
+        self._notice("verify: started; the result comes here and stands on the Bench screen")
+        self.start_job("verify", VERIFY_PARAMETERS)
+
+
+def went_wrong(job: Job) -> bool:
+    """Whether an end is bad news."""
+    return job.state != "done" or (job.result is not None and job.result.get("passed") is False)
+
+
+def end_text(job: Job) -> str:
+    """A job's end in words."""
+    if job.state == "done":
+        return f"{job.name}: {job.text}"
+    return f"{job.name} {job.state}" + ("" if job.text == job.state else f": {job.text}")

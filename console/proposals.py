@@ -1,0 +1,39 @@
+"""A change that rebuilds the engine: its plan is shown and confirmed before it is applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from textual.app import App
+
+from console.bridge import Bridge
+from console.dialogs import ConfirmDialog
+from console.formats import duration
+from console.messages import ChangeRefused
+from runtime.interface import ChangePlan
+
+
+def effect_words(plan: ChangePlan) -> str:
+    """What a plan would do, for a person who decides."""
+    parts = [plan.summary.rstrip(".") + "."]
+    if any(change.effect == "rebuild" for change in plan.changes):
+        pause = "unknown" if plan.outage_s is None else f"about {duration(plan.outage_s)}"
+        parts.append(f"Expected pause: {pause}.")
+        if plan.requests_running:
+            parts.append(f"Requests in flight: {plan.requests_running}; their text is kept.")
+    parts += [f"{change.field}: {change.note}." for change in plan.changes if change.note]
+    return " ".join(parts)
+
+
+async def propose(app: App[Any], bridge: Bridge, change: dict[str, Any], title: str) -> None:
+    """Previews `change`; if it is allowed asks with its plan, and applies it when confirmed."""
+    plan = await bridge.preview(change)
+    if isinstance(plan, str):
+        app.post_message(ChangeRefused(plan))
+        return
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            app.run_worker(bridge.apply(change, plan), name="apply", group="change", exit_on_error=False)
+
+    app.push_screen(ConfirmDialog(title, effect_words(plan), yes="Apply", no="Cancel"), answered)

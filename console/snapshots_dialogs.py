@@ -1,0 +1,175 @@
+"""Dialogs of the snapshots: save with a note, read a page, confirm a rollback with what it would do before the eyes."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static, TextArea
+
+from console.archive import Archive, explain
+from console.formats import clean_text
+from console.frame import styled
+
+Choice = Literal["all", "settings"]
+
+
+class NoteArea(TextArea):
+    """A note of any number of lines; Tab leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            id="note", tab_behavior="focus", highlight_cursor_line=False, placeholder="What works, and why."
+        )
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.text = clean_text(event.text)
+
+
+class SaveDialog(ModalScreen[None]):
+    """Asks for a label and a note and saves; it stays open with the reason if that is refused."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,ctrl+c", "leave", "Leave", tooltip="Leave without saving."),
+        Binding("ctrl+s", "save", "Save", priority=True, tooltip="Save."),
+    ]
+
+    class Saved(Message):
+        """The snapshot is committed."""
+
+        def __init__(self, words: str) -> None:
+            super().__init__()
+            self.words = words
+
+    def __init__(self, archive: Archive) -> None:
+        super().__init__()
+        self._archive = archive
+
+    def compose(self) -> ComposeResult:
+        yield Vertical(
+            Static("Save a snapshot of what runs", classes="title", markup=False),
+            Input(placeholder="label, one line (Enter saves)", max_length=120, id="label"),
+            NoteArea(),
+            Static("", id="wrong", markup=False),
+            Static("Tab to the note · ctrl+s saves · Esc leaves", classes="hint", markup=False),
+            Horizontal(
+                Button("Cancel (Esc)", id="no"),
+                Button("Save (ctrl+s)", id="yes", variant="primary"),
+                classes="buttons",
+            ),
+            classes="dialog",
+        )
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def action_save(self) -> None:
+        if self._archive.is_acting:
+            self._say("another save, rollback or measurement runs; wait for it")
+            return
+        self._say("saving")
+        self.run_worker(self._save(), name="save", group="save", exclusive=True, exit_on_error=False)
+
+    async def _save(self) -> None:
+        label = self.query_one("#label", Input).value.strip()
+        try:
+            entry = await self._archive.save(label, self.query_one(NoteArea).text)
+        except Exception as error:
+            self._say(explain(error), bad=True)
+            return
+        self.app.post_message(self.Saved(f"saved {entry.id} {label}".strip()))
+        self.dismiss(None)
+
+    def _say(self, words: str, bad: bool = False) -> None:
+        self.query_one("#wrong", Static).update(styled(words, "bad" if bad else ""))
+
+    def on_input_submitted(self, _event: Input.Submitted) -> None:
+        self.action_save()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "yes":
+            self.action_save()
+        else:
+            self.dismiss(None)
+
+
+class PageDialog(ModalScreen[None]):
+    """Text to be read: a snapshot's page, or two snapshots beside each other."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter,ctrl+c", "dismiss", "Close", tooltip="Back to the list."),
+        Binding("j,down", "scroll(1)", "down", show=False, tooltip="Down."),
+        Binding("k,up", "scroll(-1)", "up", show=False, tooltip="Up."),
+        Binding("pagedown,space", "scroll(15)", "page down", show=False, tooltip="A page down."),
+        Binding("pageup", "scroll(-15)", "page up", show=False, tooltip="A page up."),
+        Binding("g,home", "scroll(-100000)", "top", show=False, tooltip="To the top."),
+        Binding("G,end", "scroll(100000)", "end", show=False, tooltip="To the end."),
+    ]
+
+    def __init__(self, title: str, text: Text) -> None:
+        super().__init__()
+        self._title_text, self._text = title, text
+
+    def compose(self) -> ComposeResult:
+        yield Vertical(
+            Static(self._title_text, classes="title", markup=False),
+            VerticalScroll(Static(self._text, id="page", markup=False), classes="page", can_focus=True),
+            Static("j/k scroll · Esc closes", classes="hint", markup=False),
+            classes="wide_dialog",
+        )
+
+    def action_scroll(self, rows: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
+
+
+class RollbackDialog(ModalScreen[Choice | None]):
+    """What a rollback would do; Cancel has the focus, and a refused one cannot be confirmed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n,ctrl+c", "answer('')", "Cancel", tooltip="Leave everything as it is."),
+        Binding("y", "answer('all')", "Roll back", tooltip="Do it."),
+        Binding("a", "answer('settings')", "Settings alone", tooltip="Leave patched files as they are."),
+        Binding("j,down", "scroll(1)", "down", show=False, tooltip="Down."),
+        Binding("k,up", "scroll(-1)", "up", show=False, tooltip="Up."),
+        Binding("left,right", "app.focus_next", "other", show=False, tooltip="To the next button."),
+    ]
+
+    def __init__(self, lines: Text, effect: str, allowed: frozenset[str]) -> None:
+        """`allowed`: which of "all" and "settings" may be chosen."""
+        super().__init__()
+        self._lines, self._effect, self._allowed = lines, effect, allowed
+
+    def compose(self) -> ComposeResult:
+        buttons = [Button("Cancel (Esc)", id="no", variant="primary")]
+        if "settings" in self._allowed:
+            buttons.append(Button("Settings alone (a)", id="settings"))
+        if "all" in self._allowed:
+            buttons.append(Button("Roll back (y)", id="all", variant="error"))
+        yield Vertical(
+            Static("Roll back?", classes="title", markup=False),
+            VerticalScroll(Static(self._lines, id="preview", markup=False), classes="page", can_focus=False),
+            Static(self._effect, id="effect", markup=False),
+            Horizontal(*buttons, classes="buttons"),
+            classes="wide_dialog",
+        )
+
+    def on_mount(self) -> None:
+        self.query_one("#no", Button).focus()
+
+    def action_scroll(self, rows: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
+
+    def action_answer(self, choice: str) -> None:
+        if not choice:
+            self.dismiss(None)
+        elif choice in self._allowed:
+            self.dismiss("all" if choice == "all" else "settings")
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.action_answer("" if event.button.id == "no" else str(event.button.id))

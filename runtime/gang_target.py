@@ -1,0 +1,110 @@
+"""A target whose layers run in a gang: embedding, head and drafter stay here, hidden states and features come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from runtime.attention import Step
+from runtime.gang import Gang, RankSpec, new_folder
+from runtime.gang_step import RemotePool, from_bytes, pack
+from runtime.linear import Linear, LinearFactory
+from runtime.models import Checkpoint
+from runtime.native_layouts import RANKS, label
+from runtime.target import TargetModel, hf_config
+
+
+class GangDecoder:
+    """The decoder's layers over all ranks, behind the same call as those in one process."""
+
+    def __init__(
+        self, gang: Gang, answers: int, width: int, embedding: Tensor, head: Linear, taps: int
+    ) -> None:
+        """`answers`: the rank that sends back; `taps`: how many layers' outputs come with the hidden states."""
+        self.gang = gang
+        self.embedding = embedding
+        self.head = head
+        self._answers, self._width, self._taps = answers, width, taps
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """As `FusedDecoder.forward`; raises EngineLost."""
+        assert isinstance(step.pool, RemotePool)
+        message = pack(token_ids, positions, step.segments, step.pool.take_moves())
+        data = self.gang.forward(message, self._answers)
+        both = from_bytes(data, self.embedding.dtype, (1 + self._taps) * self._width, self.embedding.device)
+        return both[:, : self._width], both[:, self._width :] if self._taps else None
+
+
+class GangTarget(TargetModel):
+    """`TargetModel` over child processes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: str,
+        *,
+        slots: int,
+        taps: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: LinearFactory,
+        linear_setting: str,
+        draft_linear: LinearFactory | None,
+        threads: int,
+        tick: Callable[[], object],
+    ) -> None:
+        """Starts the ranks of `layout`, each with `slots` KV slots; `tick` is called meanwhile and may raise.
+
+        Raises EngineLost: a rank did not come up.
+        """
+        self.device, self.dtype = device, dtype
+        _, self.config = hf_config(checkpoint)
+        self.vocab_size = int(self.config.vocab_size)
+        own = ("model.embed_tokens.weight", "lm_head.weight")
+        state = {
+            name: value.to(device, dtype) for name, value in checkpoint.load_state(own.__contains__).items()
+        }
+        embedding = state[own[0]]
+        head = state.get(own[1], embedding)
+        self._add_heads(state, linear, draft_linear)
+        folder = new_folder()
+        specs = [
+            RankSpec(
+                rank=rank,
+                layout=layout,
+                folder=folder,
+                model=str(checkpoint.path),
+                dtype=str(dtype).removeprefix("torch."),
+                device="cpu" if device.type == "cpu" else f"cuda:{rank}",
+                slots=slots,
+                taps=taps,
+                linear=linear_setting,
+                threads=max(1, threads // RANKS),
+            )
+            for rank in range(RANKS)
+        ]
+        gang = Gang(specs, tick)
+        self.gang = gang
+        answers = RANKS - 1 if layout == "pp2" else 0
+        width = int(self.config.hidden_size)
+        self._decoder = GangDecoder(gang, answers, width, embedding, linear(head), len(taps))
+        self.pool = RemotePool(torch.device("cpu"))
+        self.words = _words(layout, checkpoint, gang)
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        self.gang.watch(on_lost)
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self.gang.close()
+
+
+def _words(layout: str, checkpoint: Checkpoint, gang: Gang) -> str:
+    """The layout with what is really split, which may be less than its name says."""
+    name = label(layout, checkpoint.config)
+    if layout == "pp2":
+        return f"{name}: {RANKS} processes, half of the layers each, one works while the other waits"
+    split = RANKS * (gang.whole - gang.held[0]) / (RANKS - 1) / gang.whole
+    return f"{name}: {RANKS} processes, {split:.0%} of the weights split"

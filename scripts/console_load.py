@@ -1,0 +1,191 @@
+"""How much the console costs and how fast its keys answer, measured on the real program in a pseudo-terminal.
+
+    python scripts/console_load.py [--seconds 30] [--keys 200] [--size 120x40] [--model NAME_OR_FOLDER]
+
+Eight simulated GPUs are sampled ten times a second. First the engine decodes without a pause, then it idles. A key's
+answer is the time from its byte to the last byte of what it paints being there; the console's CPU is that of its own
+thread, the telemetry's that of the sampler and NVML threads. Both are shares of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import pty
+import random
+import select
+import signal
+import struct
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLES_A_SECOND = 10
+GPUS = 8
+TICKS = os.sysconf("SC_CLK_TCK")
+SCREENS = ((b"8", b"[8 Log]"), (b"1", b"[1 Live]"))
+
+
+def child(model: str | None) -> None:
+    """The console with simulated GPUs and a client that asks without end until SIGUSR1."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from fake_nvml import FakeNvml
+
+    from console.session import run_console
+    from runtime import local
+    from runtime.config import RuntimeConfig
+    from runtime.interface import GenerateRequest, SamplingParams
+    from runtime.telemetry import HostSampler
+
+    local.HostSampler = functools.partial(HostSampler, nvml=lambda: FakeNvml(gpus=GPUS))  # type: ignore[misc, assignment]
+    local.HOST_SAMPLE_SECONDS = 1 / SAMPLES_A_SECOND
+    quiet = threading.Event()
+    threading.Thread(target=name_threads, name="names", daemon=True).start()
+    signal.signal(signal.SIGUSR1, lambda *_: quiet.set())
+    config = RuntimeConfig(threads=1) if model is None else RuntimeConfig(model=model, threads=1)
+
+    async def ask(runtime: local.LocalRuntime) -> None:
+        await runtime.wait_ready()
+        while not quiet.is_set():
+            sampling = SamplingParams(max_tokens=256, ignore_eos=True)
+            async for _ in runtime.generate(
+                GenerateRequest(prompt="Tell me a long story.", sampling=sampling)
+            ):
+                if quiet.is_set():
+                    break
+
+    async def opener() -> local.LocalRuntime:
+        runtime = local.LocalRuntime(config)
+        threading.Thread(target=lambda: asyncio.run(ask(runtime)), name="load", daemon=True).start()
+        return runtime
+
+    sys.exit(run_console(opener))
+
+
+def name_threads() -> None:
+    """Gives the threads of this process their names as the kernel shows them, which Python does from 3.14 on."""
+    while True:
+        for thread in threading.enumerate():
+            with contextlib.suppress(OSError):
+                Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name[:15])
+        time.sleep(0.5)
+
+
+class Screen:
+    """The other end of the pseudo-terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self, seconds: float) -> bytes:
+        """What comes within `seconds`; empty if nothing does."""
+        ready, _, _ = select.select([self._fd], [], [], max(seconds, 0.0))
+        return os.read(self._fd, 65536) if ready else b""
+
+    def until(self, marker: bytes, seconds: float) -> float | None:
+        """Seconds until `marker` has come; None if it does not."""
+        began, seen = time.perf_counter(), b""
+        while time.perf_counter() - began < seconds:
+            seen += self.read(0.05)
+            if marker in seen:
+                return time.perf_counter() - began
+        return None
+
+    def press(self, key: bytes) -> None:
+        os.write(self._fd, key)
+
+    def drain(self, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self.read(end - time.perf_counter())
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """CPU seconds so far by kind of thread; threads that ended count only in `all`."""
+    used = {"all": _cpu(Path(f"/proc/{pid}/stat"))}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            kind = "console" if int(task.name) == pid else f"thread {name}"
+            used[kind] = used.get(kind, 0.0) + _cpu(task / "stat")
+    return used
+
+
+def _cpu(stat: Path) -> float:
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def measure(pid: int, screen: Screen, seconds: float) -> dict[str, float]:
+    """Shares of one core over `seconds` in which no key is pressed."""
+    before, began = thread_seconds(pid), time.perf_counter()
+    screen.drain(seconds)
+    spent = time.perf_counter() - began
+    after = thread_seconds(pid)
+    return {
+        kind: round((after[kind] - before.get(kind, 0.0)) / spent, 4)
+        for kind in after
+        if after[kind] - before.get(kind, 0.0) > 0
+    }
+
+
+def latencies(screen: Screen, keys: int) -> list[float]:
+    taken = []
+    for number in range(keys):
+        key, marker = SCREENS[number % 2]
+        screen.drain(random.uniform(0.02, 0.2))
+        screen.press(key)
+        took = screen.until(marker, 10.0)
+        if took is None:
+            sys.exit(f"key {key!r} was not answered within 10 s")
+        taken.append(took)
+    return sorted(taken)
+
+
+def at(values: list[float], share: float) -> float:
+    return round(values[min(len(values) - 1, int(share * len(values)))] * 1000, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--keys", type=int, default=200)
+    parser.add_argument("--size", default="120x40")
+    parser.add_argument("--model")
+    given = parser.parse_args()
+    pid, fd = pty.fork()
+    if pid == 0:
+        child(given.model)
+    columns, rows = map(int, given.size.split("x"))
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    os.kill(pid, signal.SIGWINCH)
+    screen = Screen(fd)
+    try:
+        if screen.until(b"speculation", 180.0) is None:
+            sys.exit("nothing was decoded within 180 s")
+        screen.drain(10.0)
+        result: dict[str, object] = {"size": given.size, "decoding": measure(pid, screen, given.seconds)}
+        taken = latencies(screen, given.keys)
+        result["key_ms_decoding"] = {"p50": at(taken, 0.5), "p99": at(taken, 0.99), "max": at(taken, 1.0)}
+        os.kill(pid, signal.SIGUSR1)
+        screen.drain(8.0)
+        result["idle"] = measure(pid, screen, given.seconds)
+        print(json.dumps(result, indent=2))
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        screen.drain(3.0)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()
