@@ -90,6 +90,7 @@ class LocalRuntime(EngineThread):
             started_at_s=self._started_at,
             load_progress=self._progress if self._state is EngineState.LOADING else None,
             baselines=self._baselines,
+            auto=engine.auto.told if engine and self._config.mode == "auto" else None,
             calibration=self._calibration,
             errors=self._errors,
             history=self._history,
