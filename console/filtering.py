@@ -27,7 +27,8 @@ class FilterLine(Input):
     """One line that is there while a filter is typed or in force; `apply` gets each change of it at once."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,ctrl+c", "give_up", "no filter", tooltip="Drop the filter and leave its line."),
+        Binding("escape", "give_up", "no filter", tooltip="Drop the filter and leave its line."),
+        Binding("ctrl+c", "give_up", "no filter", show=False, tooltip="Drop the filter and leave its line."),
     ]
 
     def __init__(self, apply: Callable[[str], object], target: Callable[[], Widget | None]) -> None:

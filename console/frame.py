@@ -216,6 +216,19 @@ class KeyFooter(Footer):
 
     def __init__(self) -> None:
         super().__init__(show_command_palette=False, compact=True)
+        self._said: tuple[tuple[str, str, bool], ...] = ()
+
+    def bindings_changed(self, screen: Screen[Any]) -> None:
+        """Is made anew only where it would read differently: it is told of every change of the focus several times."""
+        said = tuple(
+            (key, active.binding.description, active.enabled)
+            for key, active in screen.active_bindings.items()
+            if active.binding.show
+        )
+        in_sight = screen.app.app_focus and self.is_attached and screen is self.screen
+        if not in_sight or said != self._said:
+            self._said = said if in_sight else ()
+            super().bindings_changed(screen)
 
     def compose(self) -> ComposeResult:
         yield from super().compose()
