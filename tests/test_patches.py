@@ -381,3 +381,29 @@ def test_the_next_start_of_ddtree_finishes_what_was_interrupted(tmp_path: Path) 
     assert "an interrupted restore of 5 files" in first.stderr and first.returncode == 0
     assert state_of(folder / "root") == "new"
     assert second.stderr == ""
+
+
+def test_packages_in_several_folders_are_restored_together(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where some packages are the system's and others the user's."""
+    other = Path(shutil.copytree(place.site, tmp_path / "other"))
+    for file in other.glob("steps*"):
+        file.rename(file.with_name(file.name.replace("steps", "stairs", 1)))
+    info = next(other.glob("stairs-*"))
+    for name in ("METADATA", "RECORD"):
+        (info / name).write_text((info / name).read_text().replace("steps", "stairs"))
+    monkeypatch.syspath_prepend(str(place.site))
+    monkeypatch.syspath_prepend(str(other))
+    options = {"originals": place.originals(), "hashes": place.hashes}
+    files = [place.site / "steps/tree.py", other / "stairs/tree.py"]
+    for file in files:
+        file.write_text("BUDGET = 32\n")
+    wanted = examine(["steps", "stairs"], **options)
+    assert [each.path for each in wanted.patches] == ["steps/tree.py", "stairs/tree.py"]
+    for file in files:
+        file.write_text("broken")
+    plan = restore.plan(wanted.packages, wanted.patches, **options)
+    report = restore.run(plan, journal=place.journal)
+    assert report.written == ("steps/tree.py", "stairs/tree.py")
+    assert [file.read_text() for file in files] == ["BUDGET = 32\n"] * 2
