@@ -45,7 +45,7 @@ async def test_help_lists_every_key_of_the_screen_from_its_bindings():
             "Temperature of requests",
             "Smaller tree budget",
             "Next speculation mode",
-            "Mark bonus",
+            "How bonus tokens are marked",
         ):
             assert words in shown
         assert "Tokens per verify step" in shown
