@@ -39,7 +39,7 @@ class PromptScreen(ConsoleScreen):
             "marks",
             "marks",
             show=False,
-            tooltip="Mark bonus tokens underlined, in quotes, or not at all.",
+            tooltip="How bonus tokens are marked.",
         ),
         Binding("y", "copy", "copy", show=False, tooltip="Copy the last answer."),
         Binding("w", "save", "save", show=False, tooltip="Save the conversation to a file."),
