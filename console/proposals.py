@@ -14,15 +14,15 @@ from runtime.interface import ChangePlan
 
 
 def effect_words(plan: ChangePlan) -> str:
-    """What a plan would do, for a person who decides."""
-    parts = [plan.summary.rstrip(".") + "."]
-    if any(change.effect == "rebuild" for change in plan.changes):
+    """What a plan would do, for a person who decides; nothing is said twice."""
+    parts = [plan.summary]
+    if any(change.effect == "rebuild" for change in plan.changes) and "outage" not in plan.summary:
         pause = "unknown" if plan.outage_s is None else f"about {duration(plan.outage_s)}"
-        parts.append(f"Expected pause: {pause}.")
-        if plan.requests_running:
-            parts.append(f"Requests in flight: {plan.requests_running}; their text is kept.")
-    parts += [f"{change.field}: {change.note}." for change in plan.changes if change.note]
-    return " ".join(parts)
+        parts.append(f"expected pause: {pause}")
+    parts += [
+        f"{each.field}: {each.note}" for each in plan.changes if each.note and each.note not in plan.summary
+    ]
+    return " ".join(f"{part.rstrip('.')}." for part in parts)
 
 
 async def propose(app: App[Any], bridge: Bridge, change: dict[str, Any], title: str) -> None:

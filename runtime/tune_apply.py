@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tomlkit
-
 from runtime.config import RuntimeConfig, validate
 from runtime.interface import ConfigRejected, Runtime
 from runtime.race import Arm
-from runtime.tune import TunePlan, TuneReport, current_setting, measure
+from runtime.tune import TunePlan, TuneReport, measure
 
 SLOWER = 0.9
 """Share of the old speed below which the new setting is taken back: thrice the noise of a measurement."""
@@ -20,17 +18,15 @@ async def apply_to_runtime(runtime: Runtime, plan: TunePlan, report: TuneReport,
 
     Raises ConfigRejected where the runtime does not take it.
     """
-    status = await runtime.status()
-    old = current_setting(status.config)
     change = _change(report)
     offered = await runtime.preview(change)
     if not offered.allowed:
         raise ConfigRejected(offered.summary)
     if not offered.changes:
         return "already in force"
+    old_speed = (await measure(runtime, plan, None, 0)).value
     applied = await runtime.apply(change, offered.revision, author)
     new_speed = (await measure(runtime, plan, None, 0)).value
-    old_speed = (await measure(runtime, plan, old, 0)).value
     if new_speed < SLOWER * old_speed:
         before = {each.field: each.old for each in applied.applied}
         await runtime.apply(before, applied.revision, author)
@@ -42,6 +38,8 @@ async def apply_to_runtime(runtime: Runtime, plan: TunePlan, report: TuneReport,
 
 def apply_to_file(file: Path, config: RuntimeConfig, report: TuneReport) -> str:
     """Writes mode and budget into a configuration file, made if need be; the rest of it stays as it is."""
+    import tomlkit
+
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     document = tomlkit.parse(text)
     for name, value in _change(report).items():

@@ -16,6 +16,9 @@ from layouts.library import load_library, read_file, shape_from_config
 from layouts.plan import Question, plan_all, plan_layout, ranked
 from layouts.presets import Degrees, Preset
 from layouts.values import LayoutError, LayoutRefused, model_name
+from runtime.native_layouts import NATIVE_LAYOUTS
+from runtime.native_layouts import label as native_label
+from runtime.native_layouts import refusal as native_refusal
 
 ROOT = Path(__file__).parent.parent
 NOWHERE = Path("/nonexistent")
@@ -279,6 +282,41 @@ def test_a_model_too_large_is_refused_with_the_numbers() -> None:
     assert not plan.possible
     assert plan.refused[0].startswith("needs 5") and "GiB on a rank that has 139.0 GiB" in plan.refused[0]
     assert "not one sequence of this length fits" in plan.refused[0]
+
+
+@pytest.mark.parametrize("layout", NATIVE_LAYOUTS)
+@pytest.mark.parametrize(
+    "dimensions",
+    [
+        {},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+        {"num_hidden_layers": 1},
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "num_experts": 8, "moe_intermediate_size": 32},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "num_experts": 8, "moe_intermediate_size": 33},
+    ],
+    ids=["dense", "odd heads", "one layer", "experts", "odd experts", "odd heads, experts", "odd widths"],
+)
+def test_a_native_preset_is_refused_where_the_engine_refuses_its_layout(
+    layout: str, dimensions: dict[str, int]
+) -> None:
+    config = {
+        "hidden_size": 64,
+        "vocab_size": 288,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        **dimensions,
+    }
+    shape, preset = shape_from_config("tiny", config), LIBRARY.preset(layout)
+    assert preset.field_value == layout
+    refused = bool(native_refusal(layout, config, "tiny", None))
+    assert bool(refusals(shape, preset.degrees, "native")) == refused
+    if layout != "single" and not refused:
+        assert label_of(shape, preset.degrees, "native") == native_label(layout, config)
 
 
 # Hosts
