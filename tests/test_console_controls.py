@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
+from rich.text import Text
+from textual.app import App, ComposeResult
 from textual.widgets import Button, Input, OptionList
 
 from console.change_draft import Draft, plan_lines
@@ -224,3 +226,16 @@ async def test_the_filter_takes_words_and_leaves_out_others_and_escape_shows_all
         await driven.press("escape")
         await driven.until(lambda: len(fields(driven)) == len(EFFECTS), "all")
         assert isinstance(driven.app.focused, List)
+
+
+async def test_a_list_that_is_shown_before_it_is_mounted_has_its_cells():
+    class Early(App[None]):
+        def compose(self) -> ComposeResult:
+            self.early = List(id="early", columns=("name",))
+            self.early.show([("a", (Text("first"),))])
+            yield self.early
+
+    async with Early().run_test() as pilot:
+        await pilot.pause()
+        assert [str(cell) for cell in pilot.app.early.get_row("a")] == ["first"]  # type: ignore[attr-defined]
+        assert len(pilot.app.early.columns) == 1  # type: ignore[attr-defined]
