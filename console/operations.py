@@ -27,7 +27,8 @@ else:
     Base = object
 
 JOBS_SHOWN = 32
-VERIFY_PARAMETERS: Mapping[str, Any] = {}
+VERIFY_PARAMETERS: Mapping[str, Any] = {"prompts_per_kind": 1, "max_tokens": 32}
+"""A check of a minute at most; `ddtree verify` is the thorough one."""
 
 
 class Operations(Base):

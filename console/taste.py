@@ -16,7 +16,7 @@ from console.operations import Operations
 from console.preferences import PreferenceFile, Preferences, Value
 from console.themes import DARK, NO_COLOUR, THEMES, following, palette
 
-VERIFY = "Check that speculation changes no token: prompts plain and speculative, compared"
+VERIFY = "Check that speculation changes no token; a short check, 'ddtree verify' is the thorough one"
 
 if TYPE_CHECKING:
     from console.frame import ConsoleScreen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from rich.text import Text
@@ -24,6 +25,8 @@ from runtime.interface import RequestStats, TreeTrace
 HISTORY = 256
 """Rounds to step through; older ones leave."""
 MAX_ROWS = 600
+LARGE_NODES, LARGE_S = 200, 1.0
+"""A tree of more nodes is drawn anew no more often than that."""
 ASK_FIRST = (
     "No request yet. Ask something on the Prompt screen (i), or through the API; its trees stand here."
 )
@@ -67,6 +70,9 @@ class TreeScreen(ConsoleScreen):
         """Tokens that each of `_rounds` gave."""
         self._paused_at: TreeTrace | None = None
         self._compact = True
+        self._drawn: TreeTrace | None = None
+        self._drawn_s = 0.0
+        """When a tree was last drawn, monotonic seconds."""
         self._state = "starting"
 
     def body(self) -> list[Widget]:
@@ -113,14 +119,17 @@ class TreeScreen(ConsoleScreen):
             self._rounds, self._accepts = [], []
         self._rounds = [*self._rounds, *event.traces][-HISTORY:]
         self._accepts = [*self._accepts, *map(accept_length, event.traces)][-HISTORY:]
-        self._draw()
+        large = self.shown is not None and len(self.shown.nodes) > LARGE_NODES
+        if not large or time.monotonic() - self._drawn_s > LARGE_S:
+            self._draw()
 
     def _begin(self, request_id: str | None) -> None:
         if request_id != self._request_id:
             self._request_id, self._rounds, self._accepts = request_id, [], []
 
     def show(self, view: View) -> None:
-        if self.shown is None or view.state_words != self._state:
+        late = self.shown is not self._drawn and time.monotonic() - self._drawn_s > LARGE_S
+        if self.shown is None or late or view.state_words != self._state:
             self._state = view.state_words
             self._draw()
 
@@ -178,7 +187,8 @@ class TreeScreen(ConsoleScreen):
         if not self.composed or self not in self.app.screen_stack:
             return
         self.query_one("#tree_request", Panel).put(self._request_text())
-        trace = self.shown
+        trace = self._drawn = self.shown
+        self._drawn_s = time.monotonic()
         rounds, words = self.query_one("#tree_rounds", Panel), self.query_one("#tree_summary", Panel)
         tree = self.query_one("#tree_rows", Panel)
         if trace is None:

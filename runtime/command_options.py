@@ -34,7 +34,7 @@ CONFIG_OPTIONS: Mapping[str, ConfigOption] = {
     "drafter": ConfigOption(
         "PATH", "Drafter folder in DFlash format; auto = the model's own; none = no drafter."
     ),
-    "mode": ConfigOption("off|chain|tree", "Speculation mode."),
+    "mode": ConfigOption("off|chain|tree|auto", "Speculation mode."),
     "tree_budget": ConfigOption(
         "N", "Most draft nodes in a tree, root excluded; auto = calibrated; 0 = plain."
     ),

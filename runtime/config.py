@@ -74,7 +74,8 @@ class RuntimeConfig(BaseModel):
     """Folder in the published DFlash format; None = the one shipped for the model; "none" = no drafter."""
     layout: Layout = "single"
     """Parallelism mode: single (one process), or two ranks: tp2, ep2, pp2, tp2ep2."""
-    mode: Literal["off", "chain", "tree"] = "tree"
+    mode: Literal["off", "chain", "tree", "auto"] = "tree"
+    """auto: off, chain or tree and its budget are chosen round by round, from costs and acceptance as measured."""
     tree_budget: int | None = Field(default=None, ge=0, le=1024)
     """Most draft nodes in a tree, root excluded; None = calibrated at start-up; 0 = plain decoding."""
     block_size: int | None = Field(default=None, ge=1)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from runtime.admission import admit, readmit
+from runtime.auto_play import AutoPlay
 from runtime.config import RuntimeConfig
 from runtime.interface import (
     FinishReason,
@@ -60,6 +61,7 @@ class Engine:
         """Tree budget in use where neither request nor configuration names one."""
         self.scheduler = Scheduler(loaded.models.cache)
         self.rounds = 0
+        self.auto = AutoPlay(loaded)
         self.starts = True
         """False: what waits is not started."""
         self._requests: dict[str, Running] = {}
@@ -160,11 +162,15 @@ class Engine:
         if not batch:
             return None
         sequences = [_sequence(running.ticket) for running in batch]
+        following = sum(self.auto.follows(sequence.mode, self.config) for sequence in sequences)
+        self.auto.choose(following)
         speculation = [self.speculation(sequence.mode, sequence.tree_budget) for sequence in sequences]
         models = replace(self.models, draft_noise=self.config.draft_noise)
         positions = [sequence.committed_len for sequence in sequences]
         result = decode_round(models, sequences, speculation)
         self.rounds += 1
+        if following == len(batch):
+            self.auto.learn(result)
         emitted: list[int] = []
         for running, outcome, how, position in zip(
             batch, result.sequences, speculation, positions, strict=True
@@ -185,6 +191,8 @@ class Engine:
 
     def speculation(self, mode: str | None, tree_budget: int | None) -> Speculation:
         """How a request that asks for `mode` and `tree_budget` (None: the configured ones) drafts in the next round."""
+        if self.auto.follows(mode, self.config):
+            return self.auto.speculation()
         wanted = mode or self.config.mode
         budget = tree_budget if tree_budget is not None else self.config.tree_budget
         budget = min(self.default_budget if budget is None else budget, self.loaded.limits.max_tree_budget)

@@ -255,7 +255,7 @@ class EngineThread:
             outcome = Outcome(order.fallback, 0, reason)
         else:
             outcome = self._bring_up(order)
-        self._rebuilding = self._lost = self._outage_s = None
+        self._rebuilding = self._outage_s = None
         if outcome.config is None:
             if self._closing.is_set():
                 order.fail(RuntimeUnavailable("the runtime was closed"))
@@ -278,6 +278,7 @@ class EngineThread:
         for config in (order.config, order.fallback):
             if self._engine is not None:
                 self._parked, self._engine = park(self._engine), None
+            self._lost = None
             collect()
             self._set_state(EngineState.REBUILDING, f"{order.what}: loading {config.layout}")
             known = self._measurements.get(load_key(config), (None, 0.0))[0]

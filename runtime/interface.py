@@ -303,6 +303,8 @@ class Status(Frozen):
     baselines: tuple[Baseline, ...] = ()
     calibration: str | None = None
     """How the default budget was chosen."""
+    auto: str | None = None
+    """In auto mode: what is played now, and the reason of the last change."""
     errors: tuple[str, ...] = ()
     history: tuple[AppliedChange, ...] = ()
     """The last applied changes, the latest one last."""

@@ -90,6 +90,7 @@ class LocalRuntime(EngineThread):
             started_at_s=self._started_at,
             load_progress=self._progress if self._state is EngineState.LOADING else None,
             baselines=self._baselines,
+            auto=engine.auto.told if engine and self._config.mode == "auto" else None,
             calibration=self._calibration,
             errors=self._errors,
             history=self._history,
@@ -245,12 +246,16 @@ class LocalRuntime(EngineThread):
         limit = f" within {seconds:g} s" if math.isfinite(seconds) else ""
         self._set_state(EngineState.DRAINING, f"finishing accepted requests{limit}, taking no new ones")
         await _within(deadline, self._call(lambda _engine: None))
-        while engine.busy and time.monotonic() < deadline:
+        while self._unfinished and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         reason = f"the server stops and its drain time of {seconds:g} s is over"
         return (
             await _within(time.monotonic() + 1.0, self._call(lambda engine: engine.cancel_all(reason))) or 0
         )
+
+    @property
+    def _unfinished(self) -> bool:
+        return self._parked is not None or (self._engine is not None and self._engine.busy)
 
     async def start_job(
         self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"

@@ -228,7 +228,7 @@ def _status_metrics(status: Status) -> Iterator[Metric]:
         yield slots
     yield from _states("engine_state", "State of the engine.", tuple(EngineState), status.state)
     yield from _states(
-        "mode", "Configured speculation mode.", ("off", "chain", "tree"), status.config["mode"]
+        "mode", "Configured speculation mode.", ("off", "chain", "tree", "auto"), status.config["mode"]
     )
     yield from _gauge(
         "tree_budget_nodes", "Most draft nodes in a tree, root excluded.", status.config.get("tree_budget")

@@ -165,7 +165,7 @@ async def tune(
         "rate": plan.rate,
         "temperature": plan.temperature,
         "max_tokens": plan.max_tokens,
-        "current": str(current),
+        "current": str(current or "auto"),
     }
     before = conditions(facts, len(plan.prompts))
     ledger.open(_key(facts, plan, arms))
@@ -232,19 +232,21 @@ class Ledger:
             self._file.unlink(missing_ok=True)
 
 
-def current_setting(config: Mapping[str, Any], plain_only: bool = False) -> Arm:
-    """What a runtime decodes with by its configuration."""
+def current_setting(config: Mapping[str, Any], plain_only: bool = False) -> Arm | None:
+    """What a runtime decodes with by its configuration; None in auto mode, which has no one setting."""
     mode, budget = config["mode"], config.get("tree_budget")
     if plain_only or mode == "off" or (mode == "tree" and budget == 0):
         return Arm("off", 0)
+    if mode == "auto":
+        return None
     return Arm(mode, int(budget or 0) if mode == "tree" else 0)
 
 
-def _arms(plan: TunePlan, most: int, plain_only: bool, current: Arm) -> list[Arm]:
+def _arms(plan: TunePlan, most: int, plain_only: bool, current: Arm | None) -> list[Arm]:
     """The settings to try; plain decoding and the setting in force always, to compare with."""
     if plain_only:
         return [Arm("off", 0)]
-    arms = [Arm("off", 0), current]
+    arms = [Arm("off", 0), *([current] if current else [])]
     arms += [Arm(mode, 0) for mode in plan.modes if mode != "tree"]
     if "tree" in plan.modes:
         arms += [Arm("tree", budget) for budget in plan.budgets if 0 < budget <= most]
@@ -318,7 +320,7 @@ def _value(plan: TunePlan, result: LoadResult) -> float:
 
 
 def _report(
-    plan: TunePlan, race: Race, current: Arm, done: Sequence[Measurement], before: dict[str, Any]
+    plan: TunePlan, race: Race, current: Arm | None, done: Sequence[Measurement], before: dict[str, Any]
 ) -> TuneReport:
     fit, leader = race.fit(), race.leader
     scale = _scale(race, done)
@@ -339,7 +341,7 @@ def _report(
             )
         )
     rows.sort(key=lambda each: -(each.value or 0.0))
-    over_current = fit.gain(leader, current) if current in fit.effects else None
+    over_current = fit.gain(leader, current) if current is not None and current in fit.effects else None
     return TuneReport(
         objective=plan.objective,
         unit="good/s" if plan.objective == "goodput" else "tok/s",

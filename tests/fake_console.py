@@ -25,7 +25,7 @@ def noise() -> None:
 
 async def opener() -> Runtime:
     fake = FakeRuntime(
-        RuntimeConfig(tree_budget=11), loading="loading" in sys.argv, answer=ANSWER * 30, round_s=0.05
+        RuntimeConfig(tree_budget=11), loading="loading" in sys.argv, answer=ANSWER * 120, round_s=0.05
     )
     if "noise" in sys.argv:
         asyncio.get_running_loop().call_later(0.3, noise)

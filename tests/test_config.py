@@ -55,7 +55,7 @@ def test_a_configuration_survives_its_file(config: RuntimeConfig) -> None:
         ({"temperature": float("nan")}, "temperature = nan: must be a number from 0 to 2"),
         ({"temperature": -0.1}, "temperature = -0.1: must be a number from 0 to 2"),
         ({"top_p": 0}, "top_p = 0: must be a number above 0 and of at most 1"),
-        ({"mode": "Tree"}, "mode = Tree: must be one of off, chain, tree"),
+        ({"mode": "Tree"}, "mode = Tree: must be one of off, chain, tree, auto"),
         ({"prefix_reuse": "perhaps"}, "prefix_reuse = perhaps: must be true or false"),
         ({"device": "gpu"}, "device = gpu: must be auto, cpu, cuda or cuda:N"),
         ({"tree_bugdet": 8}, "tree_bugdet: no such setting; did you mean tree_budget?"),

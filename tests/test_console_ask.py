@@ -10,7 +10,9 @@ from console_driver import Driven, console
 from fake_runtime import ANSWER, FakeRuntime
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.screen import ModalScreen
 from textual.widgets import Input, TextArea
+from tiny_models import tiny_config
 
 from console.ask_dialogs import SettingsDialog, TokensDialog, TranscriptDialog
 from console.ask_settings import AskSettings, parse, stop_strings, stop_text
@@ -18,7 +20,9 @@ from console.compare_screen import CompareScreen
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
 from console.transcript_file import free_path
+from console.tree_screen import TreeScreen
 from runtime.config import RuntimeConfig
+from runtime.local import LocalRuntime
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -307,7 +311,45 @@ async def test_a_side_that_breaks_is_told():
         assert "not compared: mode tree broke off" in found and "fell over" in found
 
 
+async def test_a_real_engine_says_the_same_in_both_modes_at_a_temperature_and_shows_its_trees(
+    tiny_folder: Path,
+):
+    config = tiny_config(
+        tiny_folder / "target", tiny_folder / "drafter", temperature=0.8, max_tokens=24, tree_budget=8
+    )
+    runtime = LocalRuntime(config)
+    await runtime.wait_ready()
+    try:
+        async with console(runtime) as driven:
+            await driven.until(lambda: driven.app.view.description is not None, "described")
+            words = await compared(driven, "abc")
+            assert words.startswith("Same text: all ") and "tok/s" in words
+            await driven.press("escape", "2")
+            await driven.until(lambda: driven.app.tree.shown is not None, "a tree")
+            assert driven.app.tree.shown.mode == "off"
+            (_, speculative) = driven.app.tree._requests[:2]
+            driven.app.tree.follow(speculative.request_id)
+            await driven.until(lambda: driven.app.tree.shown is not None, "a tree")
+            await driven.press("h", "h")
+            assert driven.app.tree.shown.mode == "tree" and "of budget 8 used" in driven.text("#tree_summary")
+    finally:
+        await runtime.aclose()
+
+
 # Anywhere
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_key_of_both_screens_is_answered_at_every_size(size: tuple[int, int]):
+    async with console(size=size) as driven:
+        await ask_again(driven, "hello")
+        for number, screen in (("2", TreeScreen), ("3", PromptScreen)):
+            for binding in screen.BINDINGS:
+                for key in binding.key.split(","):
+                    await driven.press(number, key)
+                    if isinstance(driven.app.screen, ModalScreen):
+                        await driven.press("escape")
+                    await driven.until(lambda kind=screen: isinstance(driven.app.screen, kind), key)
 
 
 @pytest.mark.case("C5")

@@ -31,7 +31,17 @@ class Tmux:
     def __init__(self, name: str, folder: Path) -> None:
         self._base = ["tmux", "-L", name, "-f", "/dev/null"]
         self._folder = folder
-        self.run("new-session", "-d", "-s", "w", "-x", "80", "-y", "24", "env PS1='$ ' sh")
+        self.run(
+            "new-session",
+            "-d",
+            "-s",
+            "w",
+            "-x",
+            "80",
+            "-y",
+            "24",
+            f"env XDG_STATE_HOME={folder / 'state'} PS1='$ ' sh",
+        )
         self.run("set", "-g", "history-limit", "1000")
         self.until("$")
 
@@ -269,7 +279,7 @@ def test_a_terminal_that_hangs_up_without_a_signal_ends_the_console():
 
 
 @needs_tmux
-def test_the_default_model_answers_a_typed_prompt(tmux: Tmux, default_checkpoint: object):
+def test_prompt_flips_verify_and_quit_over_the_default_model(tmux: Tmux, default_checkpoint: object):
     tmux.start(f"cd {HERE.parent} && {sys.executable} -m console")
     tmux.until("[1 Live]", "loading")
     tmux.keys("i")
@@ -282,4 +292,15 @@ def test_the_default_model_answers_a_typed_prompt(tmux: Tmux, default_checkpoint
     tmux.until("temperature, 0 to 2")
     tmux.keys("0.7", "Enter")
     tmux.until("T 0.7")
+    tmux.keys("]")
+    tmux.until("tree_budget")
+    tmux.keys("1")
+    tmux.until("[1 Live]", "0 running", limit_s=MODEL_GIVE_UP_S)
+    tmux.keys(":")
+    tmux.keys("-l", "verify")
+    tmux.until("speculation changes no token")
+    tmux.keys("Enter")
+    tmux.until("verify: started")
+    tmux.keys("7")
+    tmux.until("[7 Bench]", "no divergence: 12 of 12 texts", limit_s=MODEL_GIVE_UP_S)
     assert "exit=0" in tmux.quit()

@@ -379,6 +379,10 @@ def test_figures_of_a_request_count_what_they_say(make_engine: MakeEngine, tiny_
     assert stats.num_correct_drafts == 29 - stats.rounds
     assert stats.prompt_tokens == 12 and stats.finish_reason == "length" and stats.plain_reason is None
     assert all(one.accept_lengths == (one.emitted,) and len(one.stage_s) == 5 for one in rounds)
+    assert [one.prefill_tokens for one in rounds] == [12] + [0] * (len(rounds) - 1) and rounds[
+        0
+    ].prefill_s > 0
+    assert stats.age_s >= (stats.ttft_s or 0) + (stats.decode_s or 0) and stats.last_token_age_s is None  # type: ignore[operator]
     single = answer(engine, prompt_of(5), max_tokens=1).stats
     assert (single.rounds, single.accept_length, single.tok_s) == (0, None, None)
 

@@ -20,6 +20,7 @@ from snapshots.journal import FileWrite, Journal, check_target
 from snapshots.originals import Originals
 from snapshots.patches import Examined, diff, examine
 from snapshots.restore import RestoreFailed, RestoreRefused
+from snapshots.store import Store
 
 KILL_POINTS = 200 if os.environ.get("DDTREE_LONG") else 30
 
@@ -381,3 +382,55 @@ def test_the_next_start_of_ddtree_finishes_what_was_interrupted(tmp_path: Path) 
     assert "an interrupted restore of 5 files" in first.stderr and first.returncode == 0
     assert state_of(folder / "root") == "new"
     assert second.stderr == ""
+
+
+def test_packages_in_several_folders_are_restored_together(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where some packages are the system's and others the user's."""
+    other = Path(shutil.copytree(place.site, tmp_path / "other"))
+    for file in other.glob("steps*"):
+        file.rename(file.with_name(file.name.replace("steps", "stairs", 1)))
+    info = next(other.glob("stairs-*"))
+    for name in ("METADATA", "RECORD"):
+        (info / name).write_text((info / name).read_text().replace("steps", "stairs"))
+    monkeypatch.syspath_prepend(str(place.site))
+    monkeypatch.syspath_prepend(str(other))
+    options = {"originals": place.originals(), "hashes": place.hashes}
+    files = [place.site / "steps/tree.py", other / "stairs/tree.py"]
+    for file in files:
+        file.write_text("BUDGET = 32\n")
+    wanted = examine(["steps", "stairs"], **options)
+    assert [each.path for each in wanted.patches] == ["steps/tree.py", "stairs/tree.py"]
+    for file in files:
+        file.write_text("broken")
+    plan = restore.plan(wanted.packages, wanted.patches, **options)
+    report = restore.run(plan, journal=place.journal)
+    assert report.written == ("steps/tree.py", "stairs/tree.py")
+    assert [file.read_text() for file in files] == ["BUDGET = 32\n"] * 2
+
+
+def test_saved_and_rolled_back_from_the_command_line(place: Place, wheels: Path) -> None:
+    state = {f"XDG_{name}_HOME": str(place.folder / name) for name in ("DATA", "STATE", "CONFIG")}
+    root = Path(__file__).parent.parent
+    env = os.environ | state | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+    env |= {"PYTHONPATH": f"{place.site}:{root}", "XDG_RUNTIME_DIR": str(place.folder)}
+
+    def snapshot(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "console", "snapshot", *arguments]
+        return subprocess.run(command, env=env, cwd=place.folder, capture_output=True, text=True, timeout=300)
+
+    vanilla = contents(place.site)
+    assert snapshot("save", "--label", "vanilla", "--package", NAME).returncode == 0
+    patch_files(place.site)
+    patched = contents(place.site)
+    assert snapshot("save", "--label", "patched", "--package", NAME).returncode == 0
+    store = Store.at(place.folder / "DATA/ddtree/snapshots")
+    entry, saved = store.load("patched")
+    found = saved.patches
+    assert {each.path: each.kind for each in found}["steps/ops/mask.py"] == "missing" and len(found) == 5
+    assert any(b"-    return 8\n+    return 12\n" in each for each in store.files(entry.commit).values())
+    assert snapshot("rollback", "vanilla", "--yes").returncode == 0
+    assert contents(place.site) == vanilla
+    assert snapshot("rollback", "patched", "--yes").returncode == 0
+    assert contents(place.site) == patched

@@ -36,7 +36,7 @@ CHAIN = 25.0
 
 
 class Paced(FakeRuntime):
-    """Decodes as fast as `SPEEDS` says, in the loop's time; what is in force may be slower than what is asked for."""
+    """Decodes as fast as `SPEEDS` says, in the loop's time; a tree in force may be slower than one asked for."""
 
     def __init__(self, config: RuntimeConfig | None = None, in_force: float = 1.0) -> None:
         super().__init__(config or RuntimeConfig(mode="off"))
@@ -54,7 +54,8 @@ class Paced(FakeRuntime):
             if mode == "chain"
             else SPEEDS[0 if mode == "off" else budget or self.config.tree_budget or 0]
         )
-        pause = 1 / (speed * (self.in_force if request.mode is None else 1.0))
+        slow = request.mode is None and mode == "tree"
+        pause = 1 / (speed * (self.in_force if slow else 1.0))
         tokens = request.sampling.max_tokens or 8
         for number in range(tokens):
             await asyncio.sleep(pause if number else 0.1)
