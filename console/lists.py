@@ -29,7 +29,12 @@ class List(DataTable[Text]):
         self._shown: list[Row] = []
 
     def on_mount(self) -> None:
-        self.add_columns(*(Text(title, style="bold") for title in self._titles))
+        self._head()
+
+    def _head(self) -> None:
+        """Adds the columns; rows may be shown before this list hears that it is mounted."""
+        if not self.columns:
+            self.add_columns(*(Text(title, style="bold") for title in self._titles))
 
     @property
     def chosen(self) -> str | None:
@@ -45,12 +50,12 @@ class List(DataTable[Text]):
         if columns is not None and columns != self._titles:
             self._titles = columns
             self.clear(columns=True)
-            self.on_mount()
         elif [key for key, _ in rows] == [key for key, _ in shown]:
             self._update(shown)
             return
         else:
             self.clear()
+        self._head()
         for key, cells in rows:
             self.add_row(*cells, key=key)
         place = next((index for index, (key, _) in enumerate(rows) if key == chosen), before)

@@ -34,7 +34,13 @@ class PromptScreen(ConsoleScreen):
         Binding("o", "settings", "options", tooltip="System prompt, temperature, seed, stop and the like."),
         Binding("b", "both", "both", tooltip="The prompt in two modes side by side: same text? how fast?"),
         Binding("l", "tokens", "tokens", show=False, tooltip="Tokens of the last answer, one by one."),
-        Binding("d", "marks", "marks", show=False, tooltip="How bonus tokens are marked."),
+        Binding(
+            "d",
+            "marks",
+            "marks",
+            show=False,
+            tooltip="How bonus tokens are marked.",
+        ),
         Binding("y", "copy", "copy", show=False, tooltip="Copy the last answer."),
         Binding("w", "save", "save", show=False, tooltip="Save the conversation to a file."),
         Binding(

@@ -246,7 +246,7 @@ def _finish(report: Any, output: Path | None, json: bool) -> int:
 async def _on_server(
     plan: LoadPlan, url: str, model: str | None, key: str | None, progress: ProgressLine
 ) -> "LoadReport":
-    from runtime.load_targets import OpenAiTarget
+    from runtime.http_load import OpenAiTarget
 
     target = OpenAiTarget(url, model, key)
     try:

@@ -35,6 +35,7 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_advice import ADVICE_JOBS
 from runtime.job_kinds import ENGINE_JOBS
 from runtime.jobs import Jobs
 from runtime.last_good import LastGood
@@ -66,7 +67,7 @@ class LocalRuntime(EngineThread):
         """As `EngineThread`."""
         super().__init__(config, degraded, origins)
         self._last_good = LastGood()
-        self.job_board = Jobs(self, ENGINE_JOBS, self._publish, self._call)
+        self.job_board = Jobs(self, (*ENGINE_JOBS, *ADVICE_JOBS), self._publish, self._call)
 
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)

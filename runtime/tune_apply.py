@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tomlkit
-
 from runtime.config import RuntimeConfig, validate
 from runtime.interface import ConfigRejected, Runtime
 from runtime.race import Arm
@@ -40,6 +38,8 @@ async def apply_to_runtime(runtime: Runtime, plan: TunePlan, report: TuneReport,
 
 def apply_to_file(file: Path, config: RuntimeConfig, report: TuneReport) -> str:
     """Writes mode and budget into a configuration file, made if need be; the rest of it stays as it is."""
+    import tomlkit
+
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     document = tomlkit.parse(text)
     for name, value in _change(report).items():

@@ -150,7 +150,7 @@ async def _measured(
         try:
             progress("starting the engine")
             await live.wait_ready(started)
-            return await live.standard_bench(started, True, progress)
+            return await live.standard_bench(started, progress=progress)
         finally:
             await started.aclose()
     if change:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.command_options import Given, ProgressLine, config_options, emit_json
+from runtime.command_options import Given, ProgressLine, config_options, emit_json, tell
 from snapshots.command_parts import (
     REFUSED,
     Json,
@@ -79,6 +79,7 @@ def save(
 
     With no running instance: the settings it would start with, marked "not running, not measured".
     """
+    from snapshots.git import StoreRefused
     from snapshots.live import standard_bench
     from snapshots.patches import DEFAULT_PACKAGES
     from snapshots.remote import get_remote, push_in_background
@@ -109,17 +110,19 @@ def save(
                     "a runtime is running; its own settings are saved", param_hint="--config"
                 )
             entry = await save_running(into, runtime, request)
-        figure = None
-        try:
-            if measure and runtime is not None:
+        code = 0
+        if measure and runtime is not None:
+            try:
                 with ProgressLine() as progress:
                     figure = await standard_bench(runtime, under_load, progress)
                 attach(into, entry, figure)
-        finally:
-            if push and get_remote(into) is not None:
-                push_in_background(into)
+            except StoreRefused as reason:
+                tell(f"saved, and {reason}")
+                code = REFUSED
+        if push and get_remote(into) is not None:
+            push_in_background(into)
         show_entry(into.entry(entry.commit), json, "saved")
-        return 0
+        return code
 
     return with_runtime(url, act)
 

@@ -120,14 +120,15 @@ def check_words(request: SaveRequest) -> None:
 
 def model_files(config: dict[str, Any]) -> tuple[Path | None, Path | None]:
     """Where the files of target and drafter lie, as far as the configuration tells."""
+    import runtime
     from runtime.config import DEFAULT_MODEL
     from runtime.model_fetch import cached_default
-    from runtime.models import shipped_drafter
 
     model, drafter = str(config.get("model") or ""), config.get("drafter")
     target = cached_default() if model == DEFAULT_MODEL else Path(model).expanduser()
     if drafter in (None, "auto"):
-        return target, shipped_drafter(model)
+        shipped = Path(runtime.__path__[0]) / "drafters" / model
+        return target, shipped if "/" not in model and (shipped / "config.json").is_file() else None
     return target, None if drafter == "none" else Path(str(drafter)).expanduser()
 
 

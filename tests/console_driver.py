@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from console.app import ConsoleApp
 from console.prompt_input import PromptInput
 
-GIVE_UP_S = 10.0
+GIVE_UP_S = 60.0
 LONG = ANSWER * 20
 
 

@@ -29,6 +29,7 @@ COMMANDS = (
     "doctor",
     "tune",
     "report",
+    "snapshot",
     "train-drafter",
 )
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from console_driver import console
 from fake_runtime import BENCHED, VERIFIED, FakeRuntime, bench_case
-from textual.widgets import Input, OptionList
+from textual.widgets import Input
 
-from console.bench_load import Load, LoadDialog, WrongLoad
+from console.bench_load import Load, WrongLoad
 from console.bench_results import Bench, NotABench, differing, keep, kept, read, verdict
 from console.bench_screen import BenchScreen
 from console.charts import SweepChart
@@ -115,7 +115,7 @@ async def test_a_bench_runs_with_progress_and_its_results_are_a_table_a_verdict_
 async def test_the_load_is_edited_in_a_dialog_that_refuses_what_is_wrong_and_is_what_runs():
     async with console(size=(80, 24)) as driven:
         await driven.press("7", "e")
-        assert isinstance(driven.app.screen, LoadDialog)
+        await driven.until(lambda: bool(driven.app.screen.query("LoadDialog #tree_budgets")), "the dialog")
         driven.app.screen.query_one("#tree_budgets", Input).value = "8,many"
         await driven.press("enter")
         assert "tree_budgets = 8,many" in driven.text("#wrong")
@@ -167,26 +167,30 @@ async def test_results_are_kept_opened_compared_and_exported(data_home: Path):
         await driven.press("r")
         await driven.until(lambda: driven.app.bench.bench is not None, "results")
         await driven.press("w")
-        await driven.pilot.pause()
+        await driven.until(lambda: bool(driven.app.screen.query("TextDialog Input")), "asked for a name")
         driven.app.screen.query_one(Input).value = "quiet host"
         await driven.press("enter")
         await driven.until(lambda: "quiet-host.json" in driven.app.view.notice, "kept")
         assert json.loads((data_home / "quiet-host.json").read_text())["results"][0]["tok_s"] == 81.5
-        await driven.press("E", "enter")
+        await driven.press("E")
+        await driven.until(lambda: bool(driven.app.screen.query("TextDialog Input")), "asked for a name")
+        await driven.press("enter")
         await driven.until(lambda: ".csv" in driven.app.view.notice, "exported")
         faster = {**BENCHED, "results": [bench_case("tree", 8, 163.0, 3.4)]}
         driven.runtime.job_results["bench"] = Outcome("fastest: tree 8", faster)
         await driven.press("r")
         await driven.until(lambda: len(driven.app.bench.bench.results) == 1, "the second bench")
         await driven.press("c")
-        await driven.until(lambda: bool(driven.app.screen.query(OptionList)), "the list of kept ones")
+        await driven.until(
+            lambda: bool(driven.app.screen.query("ChooseDialog OptionList")), "the list of kept ones"
+        )
         await driven.press("enter")
         await driven.until(lambda: "+100.0 %" in driven.shown(), "compared")
         assert "than kept: quiet-host" in driven.text("#verdict")
         await driven.press("c")
         await driven.until(lambda: "+100.0 %" not in driven.shown(), "not compared any more")
         await driven.press("o")
-        await driven.until(lambda: bool(driven.app.screen.query(OptionList)), "the list again")
+        await driven.until(lambda: bool(driven.app.screen.query("ChooseDialog OptionList")), "the list again")
         await driven.press("enter")
         await driven.until(lambda: driven.app.bench.bench.label == "quiet-host", "opened")
 

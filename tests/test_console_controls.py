@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
+from rich.text import Text
+from textual.app import App, ComposeResult
 from textual.widgets import Button, Input, OptionList
 
 from console.change_draft import Draft, plan_lines
 from console.controls_screen import ControlsScreen
 from console.dialogs import ConfirmDialog
-from console.field_dialog import FieldDialog
 from console.filtering import FilterLine
 from console.lists import List
 from runtime.config import EFFECTS, RuntimeConfig
@@ -22,7 +23,7 @@ async def edit(driven: Driven, field: str, value: str) -> None:
     driven.app.screen.query_one(FilterLine).value = field
     await driven.until(lambda: list(fields(driven)) == [field], "filtered")
     await driven.press("e")
-    await driven.until(lambda: isinstance(driven.app.screen, FieldDialog), "the dialog")
+    await driven.until(lambda: bool(driven.app.screen.query("FieldDialog Input")), "the dialog")
     driven.app.screen.query_one(Input).value = value
     await driven.press("enter")
 
@@ -119,6 +120,7 @@ async def test_edits_collect_and_are_applied_as_one_change_after_the_plan_is_sho
 async def test_a_choice_is_chosen_from_a_list_and_a_wrong_number_is_refused_in_the_dialog():
     async with console(size=(100, 30)) as driven:
         await driven.press("4", "slash", *"mode", "enter", "e")
+        await driven.until(lambda: bool(driven.app.screen.query("FieldDialog OptionList")), "the dialog")
         options = driven.app.screen.query_one(OptionList)
         assert options.highlighted == 2
         await driven.press("k", "enter")
@@ -224,3 +226,16 @@ async def test_the_filter_takes_words_and_leaves_out_others_and_escape_shows_all
         await driven.press("escape")
         await driven.until(lambda: len(fields(driven)) == len(EFFECTS), "all")
         assert isinstance(driven.app.focused, List)
+
+
+async def test_a_list_that_is_shown_before_it_is_mounted_has_its_cells():
+    class Early(App[None]):
+        def compose(self) -> ComposeResult:
+            self.early = List(id="early", columns=("name",))
+            self.early.show([("a", (Text("first"),))])
+            yield self.early
+
+    async with Early().run_test() as pilot:
+        await pilot.pause()
+        assert [str(cell) for cell in pilot.app.early.get_row("a")] == ["first"]  # type: ignore[attr-defined]
+        assert len(pilot.app.early.columns) == 1  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from console_driver import console
+from console_driver import LONG, console
 from fake_runtime import ACCEPT_LENGTHS, FakeRuntime
 
 from console.live_screen import LiveScreen
@@ -125,7 +125,7 @@ async def test_a_stream_that_breaks_keeps_its_text_and_says_so():
 
 
 async def test_x_cancels_the_answer_and_keeps_what_came():
-    async with console(FakeRuntime(round_s=0.02)) as driven:
+    async with console(FakeRuntime(answer=LONG * 20, round_s=0.02)) as driven:
         await driven.press("x")
         assert "nothing to cancel" in driven.app.view.notice
         await driven.ask("hello")

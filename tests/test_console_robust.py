@@ -37,7 +37,7 @@ SIZES = ((80, 24), (120, 40), (200, 60))
 
 
 async def test_help_lists_every_key_of_the_screen_from_its_bindings():
-    async with console(size=(100, 70)) as driven:
+    async with console(size=(100, 80)) as driven:
         await driven.press("3", "question_mark")
         assert isinstance(driven.app.screen, HelpScreen)
         shown = driven.shown()

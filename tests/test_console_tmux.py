@@ -31,17 +31,8 @@ class Tmux:
     def __init__(self, name: str, folder: Path) -> None:
         self._base = ["tmux", "-L", name, "-f", "/dev/null"]
         self._folder = folder
-        self.run(
-            "new-session",
-            "-d",
-            "-s",
-            "w",
-            "-x",
-            "80",
-            "-y",
-            "24",
-            f"env XDG_STATE_HOME={folder / 'state'} PS1='$ ' sh",
-        )
+        shell = f"env XDG_STATE_HOME={folder / 'state'} PS1='$ ' sh"
+        self.run("new-session", "-d", "-s", "w", "-x", "80", "-y", "24", shell)
         self.run("set", "-g", "history-limit", "1000")
         self.until("$")
 

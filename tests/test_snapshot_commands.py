@@ -18,6 +18,7 @@ from api_server import CONTEXT, ApiServer
 from git_stores import git, repository, snapshot
 
 from console.cli import main
+from runtime.config import to_toml
 from snapshots.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -147,6 +148,18 @@ def test_refusals_are_one_line_with_the_right_code(ddtree: Run, tmp_path: Path) 
             assert words in refusal(ddtree(*arguments), code), arguments
         else:
             assert ddtree(*arguments)[0] in (1, 3)
+
+
+def test_verify_starts_the_configuration_itself(ddtree: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    config = tiny_models.tiny_config(
+        tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, tree_budget=8
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    answer(ddtree("save", "--label", "tiny", "--config", str(path), "--json"))
+    found = answer(ddtree("verify", "tiny", "--json"))
+    assert found["then"] is None and found["holds"] is None
+    assert found["now"]["tok_s"] > 0 and "the snapshot has none" in found["verdict"]
 
 
 def test_bench_results_are_kept(ddtree: Run, tmp_path: Path) -> None:
