@@ -88,7 +88,11 @@ class Screen:
     def read(self, seconds: float) -> bytes:
         """What comes within `seconds`; empty if nothing does."""
         ready, _, _ = select.select([self._fd], [], [], max(seconds, 0.0))
-        return os.read(self._fd, 65536) if ready else b""
+        try:
+            return os.read(self._fd, 65536) if ready else b""
+        except OSError:  # the program has ended
+            time.sleep(max(seconds, 0.0))
+            return b""
 
     def until(self, marker: bytes, seconds: float) -> float | None:
         """Seconds until `marker` has come; None if it does not."""
