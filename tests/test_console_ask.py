@@ -228,7 +228,7 @@ def verdict(driven: Driven) -> str:
     return str(driven.app.screen.query_one("#compare_verdict").render())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]])
 async def test_the_same_prompt_in_two_modes_has_the_same_text_with_both_speeds(size: tuple[int, int]):
     config = RuntimeConfig(tree_budget=11, temperature=0.6, top_k=20)
     async with console(FakeRuntime(config), size=size) as driven:
@@ -355,7 +355,7 @@ async def test_every_key_of_both_screens_is_answered_at_every_size(size: tuple[i
 @pytest.mark.case("C5")
 @pytest.mark.parametrize("key", ["o", "l", "w", "b", "i"])
 async def test_dialogs_survive_a_tiny_terminal_while_text_streams(key: str):
-    async with console(FakeRuntime(answer=ANSWER * 300, round_s=0.02), size=(80, 24)) as driven:
+    async with console(FakeRuntime(answer=ANSWER * 300, round_s=0.06), size=(80, 24)) as driven:
         await driven.ask("hello")
         await driven.streaming()
         if key == "b":

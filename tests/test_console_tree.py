@@ -50,7 +50,7 @@ def texts(driven: Driven) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_tree_of_the_newest_request_is_shown_and_followed(size: tuple[int, int]):
-    async with console(FakeRuntime(answer=ENDLESS, round_s=0.02), size=size) as driven:
+    async with console(FakeRuntime(answer=ENDLESS, round_s=0.06), size=size) as driven:
         await driven.press("2")
         await driven.until(lambda: "No request yet" in driven.shown(), "why there is none")
         await driven.ask("hello")
@@ -64,7 +64,7 @@ async def test_the_tree_of_the_newest_request_is_shown_and_followed(size: tuple[
 
 
 async def test_one_steps_back_and_forth_and_stays_while_newer_rounds_come():
-    async with console(FakeRuntime(answer=ENDLESS, round_s=0.02)) as driven:
+    async with console(FakeRuntime(answer=ENDLESS, round_s=0.06)) as driven:
         await driven.ask("hello")
         await driven.press("2")
         screen = driven.app.tree
@@ -123,7 +123,7 @@ async def test_without_a_tree_it_says_why(mode: str, words: str):
         assert words in texts(driven)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]])
 async def test_64_nodes_can_be_scrolled_through(size: tuple[int, int]):
     runtime = FakeRuntime()
     async with console(runtime, size=size) as driven:
@@ -170,7 +170,7 @@ async def test_y_copies_the_tree_as_text(tmp_path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.case("C5")
 async def test_it_survives_a_tiny_terminal_while_rounds_come_and_with_a_dialog_open():
-    async with console(FakeRuntime(answer=ENDLESS, round_s=0.02), size=(80, 24)) as driven:
+    async with console(FakeRuntime(answer=ENDLESS, round_s=0.06), size=(80, 24)) as driven:
         await driven.ask("hello")
         await driven.press("2")
         await driven.until(lambda: driven.app.tree.shown is not None, "a tree")

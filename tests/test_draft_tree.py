@@ -121,7 +121,7 @@ def test_the_strip_of_rounds_shows_the_chosen_one_at_any_width():
     assert rounds_strip([], 0, 10).plain == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.text(max_size=6), st.integers(0, 10**6), st.floats(0.001, 1.0)), max_size=70),
     st.integers(0, 120),
