@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from textual import events
@@ -21,12 +20,13 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from console import messages
+from console.answer_orders import AnswerOrders
 from console.archive import Archive
 from console.bench_orders import BenchOrders
 from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step, others_text
 from console.controls_screen import ControlsScreen
-from console.dialogs import Asked, ConfirmDialog, HelpScreen, LeaveDialog, Leaving, ValueDialog
+from console.dialogs import Asked, HelpScreen, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
 from console.frame import ConsoleScreen, Place, View
@@ -35,6 +35,7 @@ from console.keys import help_groups, next_budget, next_mode
 from console.latency import RequestWindow
 from console.layout_chooser import LayoutChooser
 from console.layouts_screen import LayoutsScreen
+from console.leaving import Ending, Leave
 from console.live_screen import LiveScreen
 from console.log_book import LogBook
 from console.log_screen import LogScreen
@@ -78,19 +79,7 @@ SUSPEND = "Refused: what runs in this process would stop too."
 _BUDGET = Binding.Group("budget", compact=True)
 
 
-class Ending(StrEnum):
-    """How a console left its screen."""
-
-    QUIT = "quit"
-    INTERRUPTED = "interrupted"
-    """By SIGINT."""
-    LOST = "lost"
-    """The terminal hung up."""
-    DETACH = "detach"
-    """The operator wants the runtime to go on serving."""
-
-
-class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
+class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, App[Ending]):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -324,26 +313,6 @@ class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     def on_told(self, event: messages.Told) -> None:
         self._notice(event.text, event.bad)
 
-    def on_answer_admitted(self, event: messages.AnswerAdmitted) -> None:
-        self.prompt.admitted(event)
-
-    def on_answer_tokens(self, event: messages.AnswerTokens) -> None:
-        self.prompt.tokens(event)
-
-    def on_answer_finished(self, event: messages.AnswerFinished) -> None:
-        self.prompt.finished(event)
-
-    def on_answer_failed(self, event: messages.AnswerFailed) -> None:
-        self.prompt.fail(event.turn, event.reason)
-
-    def on_answers_unwanted(self) -> None:
-        self.workers.cancel_group(self, "answer")
-
-    def on_answer_wanted(self, event: messages.AnswerWanted) -> None:
-        self.run_worker(
-            self.bridge.answer(event.turn, event.request), name="answer", group="answer", exit_on_error=False
-        )
-
     def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
         self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
 
@@ -410,67 +379,8 @@ class ConsoleApp(RequestOrders, BenchOrders, App[Ending]):
     def action_undo(self) -> None:
         self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)
 
-    def action_cancel(self) -> None:
-        turn = self.prompt.conversation.open_turn
-        if turn is None:
-            self._notice("nothing to cancel: no answer is being written")
-        elif self.prompt.withdraw():
-            self._notice("the waiting prompt is back in the input")
-        elif turn.request_id is not None:
-            self._notice("cancelling the answer")
-            self.run_worker(self.bridge.cancel(turn.request_id), name="cancel", exit_on_error=False)
-        else:
-            self.workers.cancel_group(self, "answer")
-            self.prompt.fail(turn.number, "cancelled before it was admitted")
-
     def action_help(self) -> None:
         self.push_screen(HelpScreen(help_groups(self)))
-
-    def action_interrupt(self) -> None:
-        """Ctrl+C where nothing is selected to copy."""
-        self.request_quit()
-
-    async def action_quit(self) -> None:
-        self.request_quit()
-
-    def action_suspend_process(self) -> None:
-        if self.view.place.attached_to is not None:
-            self._notice("ctrl+z is refused; leave with q, the server goes on", bad=True)
-        else:
-            self._notice("ctrl+z is refused: it would stop the engine in this process as well", bad=True)
-
-    def request_quit(self) -> None:
-        """Leaves; asks first where that would lose a request, or end a runtime that others may use."""
-        if isinstance(self.screen, ConfirmDialog | LeaveDialog):
-            return
-        served_at = self.view.place.listens_at
-        lost = self._would_lose()
-        if served_at is not None:
-            self.push_screen(LeaveDialog(served_at, lost), self._leave)
-        elif lost:
-            dialog = ConfirmDialog("Quit ddtree?", lost, yes="Quit", no="Stay")
-            self.push_screen(dialog, lambda yes: self._leave("stop" if yes else None))
-        else:
-            self.exit(Ending.QUIT)
-
-    def _leave(self, how: Leaving | None) -> None:
-        if how is not None:
-            self.exit(Ending.DETACH if how == "detach" else Ending.QUIT)
-
-    def _would_lose(self) -> str:
-        """What is not finished, in words; of an attached server only the answer to this console counts."""
-        status, place = self.view.status, self.view.place
-        shared = status if place.attached_to is None else None
-        running = shared.running + shared.waiting if shared is not None else 0
-        if self.prompt.conversation.open_turn is not None:
-            running = max(running, 1)
-        if not running:
-            return ""
-        requests = f"{running} requests are" if running > 1 else "1 request is"
-        if place.listens_at is not None:
-            own = " The answer on this screen ends with it." if self.prompt.conversation.open_turn else ""
-            return f"{requests} not finished.{own}"
-        return f"{requests} not finished; the rest of the text would be lost."
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Every key of the screen as a command, then those of the other screens and what has no key."""
