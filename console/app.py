@@ -24,7 +24,7 @@ from console.answer_orders import AnswerOrders
 from console.archive import Archive
 from console.bench_orders import BenchOrders
 from console.bench_screen import BenchScreen
-from console.bridge import Bridge, RuntimeOpener, Step, others_text
+from console.bridge import Bridge, RuntimeOpener, Step
 from console.controls_screen import ControlsScreen
 from console.dialogs import Asked, HelpScreen, ValueDialog
 from console.figures import RoundWindow
@@ -50,6 +50,7 @@ from console.terminal import Terminal, driver_class
 from console.tree_feed import TreesArrived
 from console.tree_screen import TreeScreen
 from console.verdict import alarm
+from console.words import others_text
 from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (

@@ -30,7 +30,8 @@ from runtime.interface import (
 )
 from runtime.loader import Loaded
 from runtime.output import TextStream
-from runtime.round import Models, RoundResult, decode_round, hand_over, prefill
+from runtime.prefill import hand_over, prefill
+from runtime.round import Models, RoundResult, decode_round
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces

@@ -68,3 +68,12 @@ def derived_seed(seed: int, choice: int) -> int:
     counter = (word(choice), word(0), word(0), word(1))
     low, high, _, _ = philox4x32(counter, (word(seed & _LOW), word(seed >> 32 & _LOW)))
     return int(high) << 32 | int(low)
+
+
+def position_noise(
+    seed: int, first_position: int, rows: int, vocab_size: int, device: torch.device
+) -> Tensor:
+    """Noise `[rows, vocab_size]` of one request's `rows` consecutive positions."""
+    positions = torch.arange(first_position, first_position + rows, device=device)
+    seeds = torch.full((rows,), signed_seed(seed), dtype=torch.int64, device=device)
+    return gumbel_rows(seeds, positions, vocab_size)

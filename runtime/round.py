@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.attention import Segment, Step, causal_mask, full_mask
+from runtime.attention import Segment, Step, full_mask
 from runtime.fused import FusedDrafter
 from runtime.kv_cache import KVCache
 from runtime.noise import gumbel_rows, signed_seed
@@ -39,7 +39,7 @@ from runtime.sampling import RowContext, choose_tokens, token_logprobs
 from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.stage_clock import StageClock
 from runtime.target import TargetModel
-from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree, root_tree
+from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree
 
 __all__ = [
     "DraftTree",
@@ -54,8 +54,6 @@ __all__ = [
     "draft_block",
     "drafter_logits",
     "extend_drafter",
-    "hand_over",
-    "prefill",
     "verify_tree",
 ]
 
@@ -125,7 +123,7 @@ def decode_round(models: Models, batch: Seq[Sequence], speculation: Seq[Speculat
 
     results = []
     for i, sequence in enumerate(batch):
-        tokens, path, finish = _emit(sequence, choices[i], paths[i], logits[i])
+        tokens, path, finish = emit(sequence, choices[i], paths[i], logits[i])
         commit_path(models, sequence, path, features[i])
         sequence.append(tokens)
         sequence.rounds += 1
@@ -240,46 +238,6 @@ def extend_drafter(models: Models, batch: Seq[Sequence]) -> None:
         sequence.pending.clear()
 
 
-@torch.inference_mode()
-def hand_over(models: Models, sequence: Sequence) -> None:
-    """Completes the drafter's context of a sequence that ends, so that its slots can be reused as a prefix."""
-    extend_drafter(models, [sequence])
-
-
-@torch.inference_mode()
-def prefill(models: Models, sequence: Sequence, chunk: int) -> tuple[OutputToken, str | None] | None:
-    """Runs up to `chunk` more prompt tokens; at the prompt's end returns the first token and its finish reason.
-
-    One that has output already, from another engine, gets keys and values for it and no token.
-    """
-    start = sequence.committed_len
-    end = min(sequence.prefill_len, start + chunk)
-    device = models.target.device
-    positions = torch.arange(start, end, device=device)
-    segment = Segment(sequence.extent.start, start, end - start, causal_mask(end - start, device), positions)
-    token_ids = torch.tensor(sequence.token_ids[start:end], device=device)
-    output = models.target.forward(token_ids, positions, Step.of(models.cache.target, (segment,)))
-    sequence.committed_len = end
-    if output.features is not None and sequence.keeps_features:
-        sequence.pending.append(output.features)
-        extend_drafter(models, [sequence])
-    if end < sequence.prefill_len:
-        return None
-    sequence.start_counts(models.target.vocab_size, device)
-    if sequence.num_outputs:
-        sequence.check()
-        return None
-    logits = models.target.logits(output.hidden[-1:])
-    noise = None
-    if not sequence.sampling.greedy:
-        noise = position_noise(sequence.sampling.seed, end, 1, models.target)
-    choice = choose_after(sequence, root_tree(token_ids[-1:]), 0, logits, noise)
-    tokens, _, finish = _emit(sequence, choice, [0], logits)
-    sequence.append(tokens)
-    sequence.check()
-    return tokens[0], finish
-
-
 def _usable_budget(models: Models, sequence: Sequence, how: Speculation) -> int:
     """Draft nodes worth verifying: none where nothing may be drafted or no draft could be emitted any more."""
     if (
@@ -344,13 +302,6 @@ def _noise_rows(models: Models, batch: Seq[Sequence], budgets: Seq[int]) -> list
     return [part if len(part) else None for part in noise.split(wanted)]
 
 
-def position_noise(seed: int, first_position: int, rows: int, target: TargetModel) -> Tensor:
-    """Noise `[rows, vocab]` of `rows` consecutive positions."""
-    positions = torch.arange(first_position, first_position + rows, device=target.device)
-    seeds = torch.full((rows,), signed_seed(seed), dtype=torch.int64, device=target.device)
-    return gumbel_rows(seeds, positions, target.vocab_size)
-
-
 def _root_ids(batch: Seq[Sequence], device: torch.device) -> Tensor:
     return torch.tensor([sequence.token_ids[-1] for sequence in batch], device=device)
 
@@ -390,7 +341,7 @@ def choose_after(
     return choose_tokens(logits, sequence.sampling, context, None if noise is None else noise[depths])
 
 
-def _emit(
+def emit(
     sequence: Sequence, choices: Tensor, path: list[int], logits: Tensor | None
 ) -> tuple[list[OutputToken], list[int], str | None]:
     """Tokens of an accepted path, cut at the first stop token or at the cap, with the part of the path they need."""

@@ -23,8 +23,8 @@ from runtime.engine import Engine
 from runtime.interface import GenerateRequest, Mode, RequestFinished, SamplingParams
 from runtime.kv_cache import Extent
 from runtime.loader import load
+from runtime.noise import position_noise
 from runtime.prompt_sets import bundled_prompts, read_prompts
-from runtime.round import position_noise
 from runtime.sampling import RowContext, Sampling, choice_scores
 
 SCHEMA = 1
@@ -237,7 +237,10 @@ def judge(
     logits = teacher_logits(engine, (*ids, *text.token_ids[:-1]), rows=32)[start - 1 :]
     config = engine.config
     sampling = Sampling(temperature=temperature, top_p=config.top_p, top_k=config.top_k, seed=plan.seed)
-    noise = None if sampling.greedy else position_noise(plan.seed, start, len(text.token_ids), target)
+    noise = None
+    if not sampling.greedy:
+        rows = len(text.token_ids)
+        noise = position_noise(plan.seed, start, rows, target.vocab_size, target.device)
     context = RowContext(torch.arange(len(text.token_ids), device=target.device))
     scores = choice_scores(logits, sampling, context, noise)
     best, choice = scores.max(-1)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from runtime import sequence as request_state
 from runtime.kv_cache import Extent, Pool
-from runtime.round import Models, SequenceRound, decode_round, extend_drafter, prefill
+from runtime.prefill import prefill
+from runtime.round import Models, SequenceRound, decode_round, extend_drafter
 from runtime.sampling import Sampling
 from runtime.sequence import Speculation
 
