@@ -186,7 +186,8 @@ def test_a_bar_fills_exactly_its_width(share: float | None, width: int):
 
 def test_foreign_text_keeps_its_words_and_loses_its_powers():
     assert formats.clean_text("a\x1b[2Jb\x00\r\nc\td\x9bq\u202e\ud800") == "a␛[2Jb␀\nc    d\ufffdq\ufffd"
-    assert formats.clean_text("שלום 👩‍👩‍👧 日本") == "שלום 👩‍👩‍👧 日本"
+    # Joiners go: terminals disagree on how wide a joined emoji is, and a line would shift.
+    assert formats.clean_text("שלום 👩‍👩‍👧 日本") == "שלום 👩👩👧 日本"
     assert formats.clean_line("x" * 10**6) == "x" * 399 + "…"
     assert formats.clean_line("a\nb") == "a b"
 
