@@ -271,7 +271,7 @@ def test_a_terminal_that_hangs_up_without_a_signal_ends_the_console():
 
 @needs_tmux
 def test_prompt_flips_verify_and_quit_over_the_default_model(tmux: Tmux, default_checkpoint: object):
-    tmux.start(f"cd {HERE.parent} && {sys.executable} -m console")
+    tmux.start(f"cd {HERE.parent} && {sys.executable} -m console --threads 1")
     tmux.until("[1 Live]", "loading")
     tmux.keys("i")
     tmux.until("[3 Prompt]")
