@@ -42,7 +42,7 @@ run: .venv/installed
 
 test: .venv/installed-dev
 	@$(venv_python) -m console model fetch
-	@$(venv_python) -m pytest -n 2 --dist loadfile
+	@$(venv_python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev
 	$(venv_python) -m ruff check

@@ -202,7 +202,11 @@ class NoticeBar(Horizontal):
         yield Panel(classes="bar line", id="where")
 
     def show(self, view: View) -> None:
-        self.query_one("#tabs", Panel).put(tabs_text(self._tabs, self._here, self.size.width))
+        tabs = tabs_text(self._tabs, self._here, self.size.width)
+        self.query_one("#tabs", Panel).put(tabs)
+        # A notice that two lines beside the tabs would cut has the whole bar for its few seconds.
+        beside = self.size.width - len(tabs) - len(view.where) - 8
+        self.query_one("#tabs", Panel).display = len(view.notice) < 2 * beside - 10
         text, style = view.notice, "bad" if view.notice_bad else "bold"
         if not text:
             style = ""

@@ -329,12 +329,14 @@ class EngineThread:
             raise RuntimeUnavailable("closed while loading")
 
     def _measure_baselines(self, engine: Engine) -> None:
-        """Measures plain and chain decoding in an idle moment; gives way as soon as a command comes."""
+        """Measures plain and chain decoding in an idle moment; gives way to requests and changes, not to looks."""
         from runtime.calibrate import measure_baselines
 
         def interrupted() -> bool:
+            self._obey(block=False)
             self._beat_at = time.monotonic()
-            return not self._commands.empty()
+            wanted = len(engine.requests()) > 1 or self._order is not None or self._lost is not None
+            return wanted or self._closing.is_set()
 
         try:
             measured = measure_baselines(engine, interrupted)

@@ -61,6 +61,20 @@ async def test_a_failed_step_ends_its_requests_with_the_reason_and_serving_goes_
     await runtime.aclose()
 
 
+async def test_who_looks_at_the_requests_does_not_keep_plain_decoding_from_being_measured(
+    folders: tuple[Path, Path],  # noqa: F811
+) -> None:
+    runtime = LocalRuntime(tiny_config(*folders))
+    await runtime.wait_ready()
+    deadline = time.monotonic() + 60
+    while not (await runtime.status()).baselines:
+        await runtime.requests()
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+    assert {each.mode for each in (await runtime.status()).baselines} == {"off", "chain"}
+    await runtime.aclose()
+
+
 async def test_a_failed_measurement_of_plain_decoding_leaves_the_engine_serving(
     folders: tuple[Path, Path],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
