@@ -25,6 +25,8 @@ from runtime.interface import EngineState, Runtime
 QUESTION = "Write a Python function that checks whether a word is a palindrome, and explain how it works."
 LOAD_S = 300.0
 ANSWER_S = 120.0
+SETTLE_S = 3.0
+"""Seconds in which a screen reads its files."""
 
 
 async def reached(pilot: Pilot[int], app: ConsoleApp, done: Callable[[], bool], limit_s: float) -> None:
@@ -77,6 +79,17 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
         await pilot.press("1")
         await pilot.pause(1.0)
         save("console.svg")
+        await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
+        for key, name in (
+            ("4", "controls"),
+            ("5", "snapshots"),
+            ("6", "layouts"),
+            ("7", "bench"),
+            ("8", "log"),
+        ):
+            await pilot.press(key)
+            await pilot.pause(SETTLE_S)
+            save(f"console-{name}.svg")
         app.exit(0)
     return files
 
