@@ -18,6 +18,7 @@ from runtime.attention import Segment, Step, causal_mask
 from runtime.engine import Engine
 from runtime.interface import Baseline, GenerateRequest, Mode, RequestFinished, SamplingParams
 from runtime.loader import Loaded
+from runtime.samples import MEASURING
 
 CANDIDATE_BUDGETS = (4, 7, 11, 15, 23, 31)
 """Trees of 5, 8, 12, 16, 24, 32 rows, root included: matrix libraries work in blocks of 8 or 16 rows."""
@@ -190,7 +191,7 @@ def _run(
         mode=mode,
         tree_budget=min(budget, limits.max_tree_budget),
         reuse_prefix=False,
-        client="calibration",
+        client=MEASURING,
     )
     request_id = engine.submit(request, sink)
     while engine.busy:

@@ -79,6 +79,10 @@ class EngineThread:
         self._config = config
         self._origins = dict(origins or {})
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        """Held while a command is added, so that what waits can be told to be looks alone."""
+        self._acts = 0
+        """Waiting commands that are more than looks."""
         self._watchers: list[Watcher] = []
         self._finished: deque[RequestStats] = deque(maxlen=FINISHED_KEPT)
         self._state, self._reason = EngineState.LOADING, "starting"
@@ -152,8 +156,11 @@ class EngineThread:
             self._outage_s or RETRY_AFTER_S.get(self._state),
         )
 
-    async def _call(self, act: Callable[[Any], T]) -> T:
-        """Runs `act` in the engine's thread between two rounds and returns its result."""
+    async def _call(self, act: Callable[[Any], T], look: bool = False) -> T:
+        """Runs `act` in the engine's thread between two rounds and returns its result.
+
+        `look`: it only reads, so that measuring in an idle moment need not give way to it.
+        """
         if self._closing.is_set():
             raise RuntimeUnavailable("the runtime is closed")
         if self._state not in UP:
@@ -168,12 +175,22 @@ class EngineThread:
             except Exception as failure:  # handed to the caller, who raises it
                 future.set_exception(failure)
 
-        self._commands.put(command)
+        self._add(command, look)
         return await asyncio.wrap_future(future)
 
     def _post(self, act: Callable[[Any], object]) -> None:
         """Like `_call`, without waiting."""
-        self._commands.put(lambda: (held := self._engine or self._parked) and act(held))
+        self._add(lambda: (held := self._engine or self._parked) and act(held), look=False)
+
+    def _add(self, command: Callable[[], object], look: bool) -> None:
+        def counted() -> None:
+            with self._gate:
+                self._acts -= 1
+            command()
+
+        with self._gate:
+            self._acts += not look
+            self._commands.put(command if look else counted)
 
     def _run(self) -> None:
         """The engine's thread: load, then commands and steps until closed."""
@@ -333,10 +350,12 @@ class EngineThread:
         from runtime.calibrate import measure_baselines
 
         def interrupted() -> bool:
-            self._obey(block=False)
             self._beat_at = time.monotonic()
-            wanted = len(engine.requests()) > 1 or self._order is not None or self._lost is not None
-            return wanted or self._closing.is_set()
+            with self._gate:
+                if self._acts or self._lost is not None or self._closing.is_set():
+                    return True
+                self._obey(block=False)
+            return False
 
         try:
             measured = measure_baselines(engine, interrupted)

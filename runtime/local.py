@@ -47,11 +47,13 @@ from runtime.rebuild import (
     outage,
     refusals,
 )
+from runtime.samples import MEASURING
 from runtime.traces import tree_traces
 from runtime.watching import Watcher
 
 if TYPE_CHECKING:
     from runtime.config import RuntimeConfig
+    from runtime.scheduler import Scheduler
 
 T = TypeVar("T")
 
@@ -83,7 +85,7 @@ class LocalRuntime(EngineThread):
             reason=self._reason,
             revision=self._revision,
             config=config,
-            running=len(scheduler.running) if scheduler else parked.running if parked else 0,
+            running=_running(scheduler) if scheduler else parked.running if parked else 0,
             waiting=self._held + (len(scheduler.waiting) if scheduler else parked.waiting if parked else 0),
             slots_used=scheduler.slots_used if scheduler else 0,
             slots_cached=scheduler.prefixes.slots if scheduler else 0,
@@ -175,11 +177,14 @@ class LocalRuntime(EngineThread):
             self._watchers.remove(watcher)
 
     async def requests(self) -> tuple[RequestStats, ...]:
-        running = await self._call(lambda engine: engine.requests()) if self._state in UP else ()
+        running = await self._call(lambda engine: engine.requests(), look=True) if self._state in UP else ()
+        running = tuple(each for each in running if each.client != MEASURING)
         return running + tuple(reversed(self._finished))
 
     async def trace(self, request_id: str, after: int = 0) -> tuple[TreeTrace, ...]:
-        name, rounds = await self._call(lambda engine: (engine.token_name, engine.traced(request_id, after)))
+        name, rounds = await self._call(
+            lambda engine: (engine.token_name, engine.traced(request_id, after)), look=True
+        )
         return await asyncio.to_thread(tree_traces, rounds, name)
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
@@ -278,6 +283,11 @@ class LocalRuntime(EngineThread):
         self._obey(block=False)  # what came while the thread ended, so that no caller waits for ever
         for watcher in tuple(self._watchers):
             watcher.close()
+
+
+def _running(scheduler: Scheduler) -> int:
+    """Requests that run, the runtime's own measuring left out."""
+    return sum(ticket.request.client != MEASURING for ticket in tuple(scheduler.running))
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T | None:

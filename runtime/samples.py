@@ -21,6 +21,10 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+MEASURING = "calibration"
+"""Client of the runtime's own measuring requests; nobody waits for them, and they give way."""
+
+
 class RequestStats(Frozen):
     """One finished or running request in figures. Times in seconds, None where not known yet."""
 
