@@ -65,8 +65,14 @@ def rows(driven: Driven) -> list[str]:
 
 
 async def reads(driven: Driven, *words: str) -> str:
-    """Waits until all `words` stand on the screen; returns it."""
-    await driven.until(lambda: all(word in driven.shown() for word in words), f"{words} shown")
+    """Waits until all `words` stand on the screen, over the end of a line too; returns the screen."""
+
+    def there() -> bool:
+        shown = driven.shown()
+        wrapped = shown + " ".join(shown.split())
+        return all(word in wrapped for word in words)
+
+    await driven.until(there, f"{words} shown")
     return driven.shown()
 
 
