@@ -51,6 +51,7 @@ from console.tree_feed import TreesArrived
 from console.tree_screen import TreeScreen
 from console.verdict import alarm
 from console.words import others_text
+from runtime.config import EFFECTS
 from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
@@ -290,7 +291,8 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, App[Ending]):
         self._show(problem=event.text)
 
     def on_change_done(self, event: messages.ChangeDone) -> None:
-        text = event.text + ("" if event.undo else "; u undoes")
+        live = all(EFFECTS.get(name) == "live" for name in event.fields)
+        text = event.text + ("; u undoes" if live and not event.undo else "")
         if "tree_budget" in event.fields and event.config.get("mode") != "tree":
             text += f"; acts in mode tree, the mode is {event.config.get('mode')}"
         self._notice(text)
