@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from textual import events
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Input
@@ -49,6 +49,7 @@ from console.snapshots_screen import SnapshotsScreen
 from console.terminal import Terminal, driver_class
 from console.tree_feed import TreesArrived
 from console.tree_screen import TreeScreen
+from console.type_ahead import TypeAhead
 from console.verdict import alarm
 from console.words import others_text
 from runtime.config import EFFECTS
@@ -81,7 +82,7 @@ SUSPEND = "Refused: what runs in this process would stop too."
 _BUDGET = Binding.Group("budget", compact=True)
 
 
-class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, App[Ending]):
+class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"

@@ -10,8 +10,10 @@ import sys
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
+from textual import events
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.widgets import Input
 
 from console import messages
 from console.app import ConsoleApp
@@ -31,6 +33,7 @@ from console.prompt_screen import PromptScreen
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
+KEY_NAMES = {":": "colon", ".": "full_stop", " ": "space"}
 
 
 # Help, palette, sizes
@@ -65,6 +68,26 @@ async def test_the_palette_runs_commands_and_pollers_survive_it():
         await driven.until(lambda: driven.app.view.state_words == "draining", "still polled")
         await driven.press("i", "ctrl+p")
         await driven.until(lambda: isinstance(driven.app.screen, CommandPalette), "the palette in an input")
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_keys_typed_ahead_go_where_the_key_before_them_led(size: tuple[int, int]):
+    def all_at_once(driven: Driven, *keys: str) -> None:
+        for key in keys:
+            driven.app.post_message(events.Key(KEY_NAMES.get(key, key), key if len(key) == 1 else None))
+
+    async with console(size=size) as driven:
+        all_at_once(driven, ":", *"verify")
+        await driven.until(lambda: isinstance(driven.app.screen, CommandPalette), "the palette")
+        await driven.until(lambda: driven.app.screen.query_one(Input).value == "verify", "all in the palette")
+        await driven.press("escape")
+        all_at_once(driven, "t", *"0.7", "enter", "i", *"quit 13m")
+        await driven.until(
+            lambda: [each.text for each in driven.app.prompt.query(PromptInput)] == ["quit 13m"],
+            "in the prompt",
+        )
+        assert driven.runtime.config.temperature == 0.7
+        assert driven.runtime.config.mode == "tree"
 
 
 @pytest.mark.parametrize("size", SIZES)

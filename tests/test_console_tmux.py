@@ -60,11 +60,13 @@ class Tmux:
     def start(self, program: str) -> None:
         """Runs `program` between two readings of the terminal's settings; its exit code is echoed."""
         before, after = self._folder / "before", self._folder / "after"
-        self.keys(f"stty -a > {before}; {program}; echo exit=$?; stty -a > {after}; echo settled", "Enter")
+        self.keys(
+            f"stty -a > {before}; {program}; echo exit=$?; stty -a > {after}; printf 'sett%s\\n' led", "Enter"
+        )
 
     def ended(self, limit_s: float = GIVE_UP_S) -> str:
         """Waits for the end of the program, checks that the terminal is as before; returns the screen."""
-        self.until("exit=", "\nsettled", limit_s=limit_s)
+        self.until("exit=", "\nsettled", limit_s=limit_s)  # the command line itself spells it in two
         settings = [SIZE.sub("", (self._folder / name).read_text()) for name in ("before", "after")]
         assert settings[0] == settings[1]
         flags = "#{alternate_on} #{mouse_any_flag} #{cursor_flag}"
