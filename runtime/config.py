@@ -273,8 +273,9 @@ def _build(settings: list[_Setting]) -> RuntimeConfig:
 
 def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
     named = file or (Path(env["DDTREE_CONFIG"]) if env.get("DDTREE_CONFIG") else None)
-    path = (named or default_file(env)).expanduser()
+    path = named or default_file(env)
     try:
+        path = path.expanduser()
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except FileNotFoundError:
@@ -289,7 +290,13 @@ def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
         raise ConfigRejected(
             f"configuration file {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigRejected(f"configuration file {path} is not TOML: brackets are nested too deeply") from None
+    except RuntimeError:
+        raise ConfigRejected(
+            f"configuration file {path} is of a user without a home folder here; name another one"
+        ) from None
+    except ValueError as error:  # also a number of thousands of digits, which tomllib hands to int()
         raise ConfigRejected(f"configuration file {path} is not TOML: {error}") from None
     for name, value in values.items():
         line = _line_of(name, text)

@@ -86,6 +86,11 @@ class TargetModel:
         architecture, self.config = hf_config(checkpoint)
         self.vocab_size = int(self.config.vocab_size)
         state = {name: value.to(self.device, dtype) for name, value in checkpoint.load_state().items()}
+        if int(self.config.num_hidden_layers) > len(state):
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json has {self.config.num_hidden_layers} layers, more than the "
+                f"{len(state)} weights there; the folder is incomplete or of another model"
+            )
         model = _skeleton(architecture, self.config)
         _check_names(model, state, checkpoint, self.config)
         self._add_heads(state, linear, draft_linear)
@@ -202,9 +207,15 @@ def hf_config(checkpoint: Checkpoint) -> tuple[str, Any]:
     AttentionInterface.register(ATTENTION_NAME, _slot_attention)
     fields = dict(checkpoint.config)
     architecture = str(fields.pop("architectures")[0])
-    for unused in ("torch_dtype", "dtype", "transformers_version"):
+    for unused in ("torch_dtype", "dtype", "transformers_version", "auto_map"):
         fields.pop(unused, None)
-    config = AutoConfig.for_model(**fields)
+    try:
+        config = AutoConfig.for_model(**fields)
+    except Exception as error:  # each field of each family is checked by a rule of its own
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json describes no {architecture} ({reason}); copy it again"
+        ) from None
     config._attn_implementation = ATTENTION_NAME
     return architecture, config
 

@@ -73,6 +73,7 @@ def gang_of(runtime: LocalRuntime) -> Gang:
     return runtime._engine.models.target.gang  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.case("E7")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
     ("family", "layouts"), [("llama", ("tp2", "pp2", "single")), ("qwen3_moe", ("ep2", "tp2ep2", "pp2"))]

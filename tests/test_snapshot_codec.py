@@ -131,6 +131,10 @@ def test_damaged_files_are_named() -> None:
         ("environment.toml", b"hardware = 3", "environment.toml: hardware"),
         ("measurements.json", b"[]", "measurements.json cannot be read"),
         ("patches/index.json", b'{"files": [{"package": "x"}]}', "patches/index.json"),
+        ("patches/index.json", b'{"files": [7]}', "no snapshot"),
+        ("environment.toml", b"snapshot = 7", "no snapshot"),
+        ("config.toml", b"a = " + b"[" * 5000, "config.toml cannot be read"),
+        ("measurements.json", b"[" * 5000, "measurements.json cannot be read"),
     ):
         with pytest.raises(Unreadable, match=words):
             from_files({**files, name: content})
