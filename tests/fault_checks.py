@@ -138,9 +138,12 @@ def _up_again(day: Day) -> list[str]:
     world = day.world
     if day.step == "stop":
         return []
-    failed = not world.ended and not world.serves and world.get("/ready")[1].get("error", {})
-    if failed and "failed" in str(failed) and day.excused(RAISED, BAD_FILES, FULL):
-        world.end_server()
+    if day.excused(KILLED) and world.server is not None:
+        world.server.wait(10.0)
+    if not world.ended and not world.serves and day.excused(RAISED, BAD_FILES, FULL):
+        said = world.get("/ready")[1]["error"]["message"]
+        if "failed" in said:
+            world.end_server()
     if not world.ended:
         return []
     if not day.excused(KILLED, RAISED, FULL, BAD_FILES):

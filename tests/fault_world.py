@@ -225,7 +225,9 @@ class World:
 
     @property
     def serves(self) -> bool:
-        return self.get("/ready")[0] == 200
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.get("/ready")[0] == 200
+        return False
 
     @property
     def ended(self) -> bool:
