@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder for the inputs that did harm")
     asked = parser.parse_args()
 
+    import httpx
     import torch
     from fuzz_targets import OFFLINE, fresh, http_bodies, http_heads
     from fuzzing import Outcome, run
@@ -55,8 +56,8 @@ def main() -> int:
             outcomes.append(run(target, asked.seed, asked.minutes * 60))
             print(outcomes[-1], flush=True)
         if not asked.target or "http" in asked.target:
-            with served(Path(scratch)) as url:
-                for target in (http_bodies(url, "operator-key"), http_heads(url)):
+            with served(Path(scratch)) as url, httpx.Client(base_url=url, timeout=60) as client:
+                for target in (http_bodies(client, "operator-key"), http_heads(url)):
                     outcomes.append(run(target, asked.seed, asked.minutes * 60))
                     print(outcomes[-1], flush=True)
     findings = [finding for outcome in outcomes for finding in outcome.findings]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -152,11 +153,13 @@ def snapshot_files(folder: Path) -> Target:
     files = {name: content.decode("latin-1") for name, content in to_files(whole, "id").items()}
 
     def feed(content: bytes) -> None:
-        value = json.loads(content)
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(content)
         if isinstance(value, dict):
             from_files({str(name): str(text).encode("utf-8", "replace") for name, text in value.items()})
 
-    return Target("snapshot files", [json.dumps(files).encode()], feed, (StoreFault, json.JSONDecodeError), "json")
+    return Target("snapshot files", [json.dumps(files).encode()], feed, (StoreFault,), "json")
 
 
 def snapshot_archive(folder: Path) -> Target:
@@ -202,10 +205,8 @@ def messages(folder: Path) -> Target:
     return Target("messages", corpus, feed)
 
 
-def http_bodies(url: str, operator_key: str) -> Target:
-    """Bodies for every route that takes one."""
-    import httpx
-
+def http_bodies(client: Any, operator_key: str) -> Target:
+    """Bodies for every route that takes one; `client` is an httpx.Client of the server."""
     chat = {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 4,
@@ -221,7 +222,7 @@ def http_bodies(url: str, operator_key: str) -> Target:
     preview = {"change": {"mode": "tree", "tree_budget": 4, "model": "other", "threads": 1}}
     generate = {"prompt": "a", "sampling": {"max_tokens": 3, "temperature": 0.5, "seed": 2}, "mode": "chain"}
     job = {"kind": "verify", "parameters": {"max_tokens": 2}, "author": "x"}
-    client = httpx.Client(base_url=url, timeout=60, headers={"authorization": f"Bearer {operator_key}"})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {operator_key}"}
     places = (CHAT, "/v1/completions", "/runtime/preview", "/runtime/generate", "/runtime/cancel", "/runtime/jobs")
     corpus = [json.dumps(each).encode() for each in (chat, text, preview, generate, {"request_id": "x"}, job)]
     owner = dict(zip(corpus, places, strict=True))
@@ -233,7 +234,7 @@ def http_bodies(url: str, operator_key: str) -> Target:
         place = owner.get(content, places[turn % len(places)])
         if place == "/runtime/jobs" and content in owner:
             return  # a good one would be run
-        reply = client.post(place, content=content, headers={"content-type": "application/json"})
+        reply = client.post(place, content=content, headers=headers)
         if reply.status_code >= 500 and reply.status_code != 503:
             raise Answered(f"{place} answered {reply.status_code}: {reply.text[:300]}")
         if reply.status_code >= 400 and set(reply.json()["error"]) != {"message", "type", "param", "code"}:

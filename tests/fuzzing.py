@@ -144,7 +144,7 @@ def run(target: Target, seed: int, seconds: float = 0.0, inputs: int = 0, most_f
 def mutated(rng: random.Random, content: bytes, target: Target) -> bytes:
     """`content` with one to four changes, as a value or as bytes."""
     if target.shape != "bytes" and rng.random() < 0.6:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
+        with contextlib.suppress(AttributeError, ValueError, TypeError, RecursionError):  # no file of that shape
             return _changed_value(rng, content, target.shape)
     for _ in range(rng.randint(1, 4)):
         content = _changed_bytes(rng, content, target)

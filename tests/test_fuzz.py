@@ -27,9 +27,11 @@ def test_a_spoilt_file_is_read_or_refused_in_our_own_words(
     assert outcome.refused > outcome.inputs / 10 or target.name == "messages", "the inputs are too tame"
 
 
-def test_spoilt_bodies_and_heads_are_answered_and_leave_nothing(tiny_api: ApiServer) -> None:
-    for target, inputs in ((http_bodies(tiny_api.url, "operator-key"), 250), (http_heads(tiny_api.url), 150)):
+def test_spoilt_bodies_and_heads_are_answered_and_leave_nothing(
+    tiny_api: ApiServer, http: httpx.Client
+) -> None:
+    for target, inputs in ((http_bodies(http, "operator-key"), 250), (http_heads(tiny_api.url), 150)):
         outcome = run(target, SEED, inputs=inputs)
         assert not outcome.findings, "\n".join(map(str, outcome.findings))
     settle(lambda: idle(tiny_api))
-    assert httpx.get(f"{tiny_api.url}/ready", timeout=30).status_code == 200
+    assert http.get("/ready").status_code == 200
