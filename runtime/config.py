@@ -126,6 +126,8 @@ class RuntimeConfig(BaseModel):
         kind, optional = kind_of(cls.model_fields[str(info.field_name)])
         if isinstance(value, bool) and kind is not bool:
             raise ValueError("a truth value")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ValueError("more than any file or machine holds")
         if optional and isinstance(value, str):
             words = ("auto",) if kind is str else ("auto", "none")
             return None if value.strip().lower() in words else value

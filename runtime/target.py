@@ -91,10 +91,13 @@ class TargetModel:
                 f"{checkpoint.path}: config.json has {self.config.num_hidden_layers} layers, more than the "
                 f"{len(state)} weights there; the folder is incomplete or of another model"
             )
-        model = _skeleton(architecture, self.config)
+        try:
+            model = _skeleton(architecture, self.config)
+            rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
+        except Exception as error:  # as in `hf_config`
+            raise _no_such(checkpoint, architecture, error) from None
         _check_names(model, state, checkpoint, self.config)
         self._add_heads(state, linear, draft_linear)
-        rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
         self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
@@ -212,12 +215,16 @@ def hf_config(checkpoint: Checkpoint) -> tuple[str, Any]:
     try:
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # each field of each family is checked by a rule of its own
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"{checkpoint.path}: config.json describes no {architecture} ({reason}); copy it again"
-        ) from None
+        raise _no_such(checkpoint, architecture, error) from None
     config._attn_implementation = ATTENTION_NAME
     return architecture, config
+
+
+def _no_such(checkpoint: Checkpoint, architecture: str, error: Exception) -> CheckpointError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return CheckpointError(
+        f"{checkpoint.path}: config.json describes no {architecture} ({reason}); copy it again"
+    )
 
 
 def _skeleton(architecture: str, config: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import resource
 import sys
 import tempfile
@@ -27,6 +28,7 @@ def served(folder: Path) -> Iterator[str]:
 
     target = tiny_models.write_target(folder / "target")
     pair = target, tiny_models.write_drafter(folder / "drafter", target)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a line for every head that is none
     config = tiny_models.tiny_config(*pair, max_seq_len=CONTEXT, max_queue=64)
     with ApiServer(config, ServerSettings(keep_alive_s=0.2, max_body_bytes=200_000)) as server:
         yield server.url
@@ -56,7 +58,7 @@ def main() -> int:
             outcomes.append(run(target, asked.seed, asked.minutes * 60))
             print(outcomes[-1], flush=True)
         if not asked.target or "http" in asked.target:
-            with served(Path(scratch)) as url, httpx.Client(base_url=url, timeout=60) as client:
+            with served(fresh(Path(scratch) / "http")) as url, httpx.Client(base_url=url, timeout=60) as client:
                 for target in (http_bodies(client, "operator-key"), http_heads(url)):
                     outcomes.append(run(target, asked.seed, asked.minutes * 60))
                     print(outcomes[-1], flush=True)

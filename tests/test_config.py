@@ -141,6 +141,7 @@ def test_the_file_is_found_in_the_configuration_home_or_named_by_a_variable(tmp_
         (b"top_k = " + b"[" * 5000, ["is not TOML", "nested too deeply"]),
         (b"top_k = " + b"9" * 5000, ["is not TOML", "digits"]),
         (b"tree_budget = 0x" + b"f" * 5000, ["tree_budget = a value too large to be shown", "line 1"]),
+        (b"max_queue = 0x" + b"f" * 5000, ["max_queue = a value too large to be shown", "line 1"]),
     ],
 )
 def test_a_wrong_file_is_named_with_line_and_key(tmp_path: Path, content: bytes, parts: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -182,3 +183,5 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(capsys: pyt
     said = capsys.readouterr().err
     assert said == "ddtree: the log /dev/full cannot be written: No space left on device\n"
     logger.removeHandler(handler)
+    with contextlib.suppress(OSError):  # the rest of the buffer cannot be written either
+        handler.close()

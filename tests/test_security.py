@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import os
@@ -176,18 +177,14 @@ def test_the_lock_of_a_store_is_no_way_into_another_file(tmp_path: Path) -> None
 
 
 def said(url: str, content: bytes) -> bytes:
-    """All that the server answers to `content` on one connection."""
+    """All that the server answers to `content` until it closes the connection."""
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), 30) as line:
-        line.settimeout(30)
+    with socket.create_connection((parts.hostname, parts.port), 60) as line:
         answer = b""
-        try:
+        with contextlib.suppress(OSError):
             line.sendall(content)
-            line.shutdown(socket.SHUT_WR)
             while piece := line.recv(1 << 16):
                 answer += piece
-        except OSError:
-            pass
         return answer
 
 

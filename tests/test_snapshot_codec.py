@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from typing import Any
 
@@ -141,6 +142,14 @@ def test_damaged_files_are_named() -> None:
     del files["patches/sglang-0.5.17/now/sglang/srt/a.py"]
     with pytest.raises(Unreadable, match="a.py is missing"):
         from_files(files)
+
+
+def test_a_message_of_a_stranger_never_stops_the_list() -> None:
+    good = compose(snapshot("a", "note"), "i")
+    for length in (b"9" * 5000, "²".encode(), b"-1", b"", b"1e3"):
+        spoilt = re.sub(rb"DDTree-Note-Bytes: \d+", b"DDTree-Note-Bytes: " + length, good)
+        entry = parse("c" * 40, "", "someone", 0.0, spoilt)
+        assert entry is not None and (entry.label, entry.note) == ("a", "")
 
 
 def test_values_are_frozen() -> None:
