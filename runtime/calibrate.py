@@ -50,7 +50,12 @@ def measured_accept_lengths(loaded: Loaded) -> dict[int, float]:
             for name, value in cells.items():
                 if name.startswith("tree"):
                     by_budget.setdefault(int(name.removeprefix("tree")), []).append(float(value))
-    except (AttributeError, KeyError, TypeError, ValueError):  # a note of ours, which a drafter may have or not
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # a note of ours, which a drafter may have or not
         return {}
     return {budget: statistics.fmean(values) for budget, values in by_budget.items()}
 

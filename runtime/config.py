@@ -293,7 +293,9 @@ def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
             f"configuration file {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
         ) from None
     except RecursionError:
-        raise ConfigRejected(f"configuration file {path} is not TOML: brackets are nested too deeply") from None
+        raise ConfigRejected(
+            f"configuration file {path} is not TOML: brackets are nested too deeply"
+        ) from None
     except RuntimeError:
         raise ConfigRejected(
             f"configuration file {path} is of a user without a home folder here; name another one"

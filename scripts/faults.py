@@ -52,9 +52,7 @@ def main() -> int:
             return _soak(asked, *place) if asked.soak else _days(asked, *place)
 
 
-def _days(
-    asked: Any, folder: Path, models: Path, logs: Path, children: Any, texts: Any, small: bool
-) -> int:
+def _days(asked: Any, folder: Path, models: Path, logs: Path, children: Any, texts: Any, small: bool) -> int:
     from fault_checks import run_day
 
     began, faults, failed = time.monotonic(), Counter[str](), []
@@ -70,7 +68,13 @@ def _days(
         answered, kept = answered + report.answered, kept + report.kept
         faults.update(report.struck)
         if report.problems or asked.verbose:
-            print(f"seed {seed}, {report.seconds:.1f} s", *report.story, *report.problems, sep="\n  ", flush=True)
+            print(
+                f"seed {seed}, {report.seconds:.1f} s",
+                *report.story,
+                *report.problems,
+                sep="\n  ",
+                flush=True,
+            )
         if report.problems:
             failed.append(seed)
         shutil.rmtree(place, ignore_errors=True)
@@ -80,19 +84,21 @@ def _days(
         if done % 25 == 0:
             print(f"{done} days, {sum(faults.values())} faults, failed: {failed}", flush=True)
     minutes = (time.monotonic() - began) / 60
-    print(f"{done} days in {minutes:.1f} min, {answered} texts as alone, {kept} snapshots, failed seeds: {failed}")
+    print(
+        f"{done} days in {minutes:.1f} min, {answered} texts as alone, {kept} snapshots, failed seeds: {failed}"
+    )
     for name, count in faults.most_common():
         print(f"  {count:5} {name}")
     return 1 if failed else 0
 
 
-def _soak(
-    asked: Any, folder: Path, models: Path, logs: Path, children: Any, texts: Any, small: bool
-) -> int:
+def _soak(asked: Any, folder: Path, models: Path, logs: Path, children: Any, texts: Any, small: bool) -> int:
     from fault_soak import soak
     from fault_world import World
 
-    world = World(models.parent / "soak", models, logs, children)  # not on a disk that its snapshots would fill
+    world = World(
+        models.parent / "soak", models, logs, children
+    )  # not on a disk that its snapshots would fill
     try:
         soaked = soak(
             world,

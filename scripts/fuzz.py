@@ -58,7 +58,10 @@ def main() -> int:
             outcomes.append(run(target, asked.seed, asked.minutes * 60))
             print(outcomes[-1], flush=True)
         if not asked.target or "http" in asked.target:
-            with served(fresh(Path(scratch) / "http")) as url, httpx.Client(base_url=url, timeout=60) as client:
+            with (
+                served(fresh(Path(scratch) / "http")) as url,
+                httpx.Client(base_url=url, timeout=60) as client,
+            ):
                 for target in (http_bodies(client, "operator-key"), http_heads(url)):
                     outcomes.append(run(target, asked.seed, asked.minutes * 60))
                     print(outcomes[-1], flush=True)

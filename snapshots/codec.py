@@ -206,7 +206,10 @@ def _json(value: Mapping[str, Any]) -> bytes:
 def _read_toml(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(_taken(files, name).decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, or numbers and brackets beyond all measure
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, no TOML, or numbers and brackets beyond all measure
         raise Unreadable(f"{name} cannot be read: {error}") from None
 
 

@@ -249,7 +249,11 @@ def _store(day: Day) -> list[str]:
         if saved != settings or entry.note != f"note of {entry.label}\n#1":
             problems.append(f"snapshot {name} is altered: {saved} {entry.note!r}, saved was {settings}")
     said = subprocess.run(["git", "--git-dir", folder, "fsck", "--strict"], capture_output=True, text=True)
-    wrong = [line for line in (said.stdout + said.stderr).splitlines() if not line.startswith(("dangling", "notice"))]
+    wrong = [
+        line
+        for line in (said.stdout + said.stderr).splitlines()
+        if not line.startswith(("dangling", "notice"))
+    ]
     problems += [f"git fsck: {line}" for line in wrong[:3]]
     problems += [f"a lock is left: {path}" for path in folder.rglob("*.lock")]
     return problems

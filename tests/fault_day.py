@@ -16,7 +16,14 @@ from typing import Any
 
 from fault_world import Answer, Asked, Console, World, until
 
-PROMPTS = ("the end of it", "in another tree", "ones and hundreds", "a", "he said: theirs\nnot here", "öä 中 🙂")
+PROMPTS = (
+    "the end of it",
+    "in another tree",
+    "ones and hundreds",
+    "a",
+    "he said: theirs\nnot here",
+    "öä 中 🙂",
+)
 ASKED = tuple(
     Asked(prompt, 40, temperature)
     for prompt, temperature in zip(PROMPTS, (0.0, 0.7, 0.0, 1.0, 0.0, 0.7), strict=True)
@@ -33,7 +40,12 @@ LIVE = (
 )
 REBUILDS = ({"block_size": 4}, {"block_size": 8}, {"max_tree_budget": 32})
 LAYOUTS = ({"layout": "tp2"}, {"layout": "pp2"}, {"layout": "single"})
-KILLED, RAISED, FULL, BAD_FILES = "the server was killed", "a round failed", "the disk is full", "files were bad"
+KILLED, RAISED, FULL, BAD_FILES = (
+    "the server was killed",
+    "a round failed",
+    "the disk is full",
+    "files were bad",
+)
 LOST_SCREEN, LOST_RANK = "the console lost its terminal or its life", "a rank was lost"
 TRACKED = ("mode", "tree_budget", "temperature", "block_size", "max_tree_budget", "layout", "max_seq_len")
 """Settings whose values are followed through the day."""
@@ -67,7 +79,9 @@ class Day:
 
     def begins(self) -> None:
         """Notes the settings of a server that has just come up."""
-        self.config = {name: value for name, value in self.world.status()["config"].items() if name in TRACKED}
+        self.config = {
+            name: value for name, value in self.world.status()["config"].items() if name in TRACKED
+        }
         self.wanted = {}
         self.served()
 
@@ -248,7 +262,9 @@ def _beside(day: Day, act: Callable[[], list[str]]) -> list[str]:
     streams = threading.Thread(target=lambda: answers.extend(day.world.ask_all(asked)))
     streams.start()
     if day.world.server is not None and not day.hurt:
-        until(lambda: not streams.is_alive() or day.world.status()["running"] or day.hurt, "streams run", 20.0)
+        until(
+            lambda: not streams.is_alive() or day.world.status()["running"] or day.hurt, "streams run", 20.0
+        )
     problems = act()
     streams.join()
     return problems + _judged(day, answers)

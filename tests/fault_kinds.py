@@ -124,7 +124,7 @@ def fill_disk(day: Day) -> Mend:
 def reset_connections(day: Day) -> Mend:
     """Connections that end in the middle of a request's head or body, or send what is no HTTP."""
     pieces = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 500\r\n\r\n{\"prompt\": \"a",
+        b'POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 500\r\n\r\n{"prompt": "a',
         b"GET /ready HT",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nffffff\r\nab",
@@ -188,7 +188,9 @@ def bad_caches(day: Day) -> Mend:
     ):
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.write_bytes(day.rng.choice((b"", b"{", b"[" * 5000, b"\xff\xfe\x00", b"[]", b'{"a": 1e999}')))
+            path.write_bytes(
+                day.rng.choice((b"", b"{", b"[" * 5000, b"\xff\xfe\x00", b"[]", b'{"a": 1e999}'))
+            )
             path.chmod(0o600)
     return _nothing
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import importlib
 import json
 import mmap
 import os
@@ -32,6 +33,22 @@ from typing import Any, NoReturn
 HERE = Path(__file__).parent
 MAX_MESSAGE = 1 << 18
 CLOCK, FAIL_ROUND, SLOW_DRIVER = "clock", "fail-round", "slow-driver"
+IMPORTED = (
+    "console.cli",
+    "console.session",
+    "runtime.access_log",
+    "runtime.calibrate",
+    "runtime.http_server",
+    "runtime.loader",
+    "runtime.metrics",
+    "runtime.proof",
+    "runtime.serve",
+    "snapshots.commands",
+    "snapshots.environment",
+    "snapshots.live",
+    "snapshots.rollback",
+    "snapshots.saving",
+)
 PROVED_S = 0.2
 """A configuration counts as good after so long, so that a day of seconds has some."""
 
@@ -156,23 +173,10 @@ def main() -> int:
 
 def _import_everything() -> None:
     """What the commands load when they run; nothing that starts a thread."""
+    for name in IMPORTED:
+        importlib.import_module(name)
     import torch
     import transformers
-
-    import console.cli
-    import console.session
-    import runtime.access_log
-    import runtime.calibrate
-    import runtime.http_server
-    import runtime.loader
-    import runtime.metrics
-    import runtime.proof
-    import runtime.serve
-    import snapshots.commands
-    import snapshots.environment
-    import snapshots.live
-    import snapshots.rollback
-    import snapshots.saving  # noqa: F401
 
     torch.set_num_threads(1)
     assert transformers.LlamaForCausalLM and transformers.LlamaConfig
@@ -180,7 +184,7 @@ def _import_everything() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends a child as the interpreter would, save that it does not take everything imported apart, which costs a second.
+    """Ends a child as the interpreter would, save that it does not take what is imported apart, which costs a second.
 
     Threads that are to be waited for are waited for, and what was to be done at the end is done.
     """

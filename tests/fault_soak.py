@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from fault_checks import after_day, after_step
-from fault_day import Day, attach, browse, detach, flip, leavers, prompts, rebuild, rollback, save, start, stop
+from fault_day import (
+    Day,
+    attach,
+    browse,
+    detach,
+    flip,
+    leavers,
+    prompts,
+    rebuild,
+    rollback,
+    save,
+    start,
+    stop,
+)
 from fault_world import World
 
 TURN = (

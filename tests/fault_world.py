@@ -1,4 +1,4 @@
-"""The place of one day of faults: folders of its own, a server over tiny models, its clients, a console on a terminal."""
+"""The place of one day of faults: folders of its own, a server over tiny models, clients, a console on a terminal."""
 
 from __future__ import annotations
 
@@ -387,7 +387,10 @@ class Console:
         """Whether the terminal is as it was before, of a console that has ended by itself."""
         if self.master < 0:
             return True
-        until(lambda: all(each in self.seen for each in LEFT_SCREEN), f"it left its screen: {self.seen[-300:]!r}")
+        until(
+            lambda: all(each in self.seen for each in LEFT_SCREEN),
+            f"it left its screen: {self.seen[-300:]!r}",
+        )
         return termios.tcgetattr(self._slave) == self.before
 
     def close(self) -> None:

@@ -147,7 +147,9 @@ def snapshot_files(folder: Path) -> Target:
     whole = snapshot("a", "note", 12.0).model_copy(
         update={
             "patches": (patched(), patched(b"\x00\xff", "flashinfer")),
-            "services": (UnitFile(name="a.service", path="/etc/systemd/system/a.service", content="[Unit]\n"),),
+            "services": (
+                UnitFile(name="a.service", path="/etc/systemd/system/a.service", content="[Unit]\n"),
+            ),
         }
     )
     files = {name: content.decode("latin-1") for name, content in to_files(whole, "id").items()}
@@ -195,7 +197,9 @@ def snapshot_archive(folder: Path) -> Target:
 
 def messages(folder: Path) -> Target:
     """Commit messages of a store that somebody else wrote to."""
-    corpus = [compose(snapshot("a", "#1 best\n\nKey: value", 12.0), "i", kind) for kind in ("save", "rollback")]
+    corpus = [
+        compose(snapshot("a", "#1 best\n\nKey: value", 12.0), "i", kind) for kind in ("save", "rollback")
+    ]
 
     def feed(content: bytes) -> None:
         entry = parse("c" * 40, "d" * 40, "a", 0.0, content)
@@ -223,7 +227,14 @@ def http_bodies(client: Any, operator_key: str) -> Target:
     generate = {"prompt": "a", "sampling": {"max_tokens": 3, "temperature": 0.5, "seed": 2}, "mode": "chain"}
     job = {"kind": "verify", "parameters": {"max_tokens": 2}, "author": "x"}
     headers = {"content-type": "application/json", "authorization": f"Bearer {operator_key}"}
-    places = (CHAT, "/v1/completions", "/runtime/preview", "/runtime/generate", "/runtime/cancel", "/runtime/jobs")
+    places = (
+        CHAT,
+        "/v1/completions",
+        "/runtime/preview",
+        "/runtime/generate",
+        "/runtime/cancel",
+        "/runtime/jobs",
+    )
     corpus = [json.dumps(each).encode() for each in (chat, text, preview, generate, {"request_id": "x"}, job)]
     owner = dict(zip(corpus, places, strict=True))
     turn = 0

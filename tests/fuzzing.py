@@ -117,7 +117,9 @@ def run(target: Target, seed: int, seconds: float = 0.0, inputs: int = 0, most_f
     for original in target.corpus:
         target.feed(original)  # what is fed is good before it is spoilt
     before = _memory()
-    while (outcome.inputs < inputs if inputs else time.monotonic() < end) and len(outcome.findings) < most_findings:
+    while (outcome.inputs < inputs if inputs else time.monotonic() < end) and len(
+        outcome.findings
+    ) < most_findings:
         content = mutated(rng, rng.choice(target.corpus), target)
         began = time.monotonic()
         try:
@@ -136,7 +138,9 @@ def run(target: Target, seed: int, seconds: float = 0.0, inputs: int = 0, most_f
         outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began)
         outcome.grown_bytes = _memory() - before
         if outcome.grown_bytes > GROWTH_BYTES:
-            outcome.findings.append(Finding(target.name, outcome.inputs - 1, "takes memory without end", content))
+            outcome.findings.append(
+                Finding(target.name, outcome.inputs - 1, "takes memory without end", content)
+            )
             before = _memory()
     return outcome
 
@@ -144,7 +148,9 @@ def run(target: Target, seed: int, seconds: float = 0.0, inputs: int = 0, most_f
 def mutated(rng: random.Random, content: bytes, target: Target) -> bytes:
     """`content` with one to four changes, as a value or as bytes."""
     if target.shape != "bytes" and rng.random() < 0.6:
-        with contextlib.suppress(AttributeError, ValueError, TypeError, RecursionError):  # no file of that shape
+        with contextlib.suppress(
+            AttributeError, ValueError, TypeError, RecursionError
+        ):  # no file of that shape
             return _changed_value(rng, content, target.shape)
     for _ in range(rng.randint(1, 4)):
         content = _changed_bytes(rng, content, target)
@@ -187,7 +193,11 @@ def _changed_value(rng: random.Random, content: bytes, shape: str) -> bytes:
     value = json.loads(content) if shape == "json" else tomllib.loads(content.decode())
     for _ in range(rng.randint(1, 3)):
         value = _changed_tree(rng, copy.deepcopy(value), shape)
-    return json.dumps(value).encode() if shape == "json" else tomli_w.dumps(value).encode("utf-8", "surrogatepass")
+    return (
+        json.dumps(value).encode()
+        if shape == "json"
+        else tomli_w.dumps(value).encode("utf-8", "surrogatepass")
+    )
 
 
 def _changed_tree(rng: random.Random, value: Any, shape: str) -> Any:

@@ -29,6 +29,10 @@ def test_every_mark_is_written_with_a_known_case() -> None:
     marked: set[str] = set()
     for path in (ROOT / "tests").glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "case":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "case"
+            ):
                 marked |= {each.value for each in node.args if isinstance(each, ast.Constant)}
     assert marked == set(cases.known())

@@ -88,6 +88,9 @@ def test_caches_have_the_dtype_of_the_model_and_no_other_is_taken(tiny_folder: P
     cache = loaded.models.cache
     assert cache.drafter is not None
     assert {pool.keys.dtype for pool in (cache.target, cache.drafter)} == {torch.bfloat16}
-    for wrong, words in (({"dtype": "int8"}, "one of auto, float32, bfloat16"), ({"kv_dtype": "fp8"}, "no such")):
+    for wrong, words in (
+        ({"dtype": "int8"}, "one of auto, float32, bfloat16"),
+        ({"kv_dtype": "fp8"}, "no such"),
+    ):
         with pytest.raises(ConfigRejected, match=words):
             validate(wrong)

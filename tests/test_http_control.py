@@ -211,7 +211,13 @@ async def test_paths_of_the_server_are_not_set_over_http(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    paths = ({"model": "/etc/passwd"}, {"drafter": "../x"}, {"model": "~/m"}, {"model": "a\\b"}, {"model": "here"})
+    paths = (
+        {"model": "/etc/passwd"},
+        {"drafter": "../x"},
+        {"model": "~/m"},
+        {"model": "a\\b"},
+        {"model": "here"},
+    )
     async with client() as http:
         for change in paths:
             for route, more in (("preview", {}), ("apply", {"revision": 1})):

@@ -173,7 +173,9 @@ def test_who_watches_gets_records_without_keys_and_neither_prompts_nor_access_li
     assert told[-1].text == "GPU 1 is lost"
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     handler = logs.LogFile("/dev/full", maxBytes=logs.MAX_BYTES, backupCount=1, delay=True, encoding="utf-8")
     logger = logging.getLogger("ddtree-test-of-a-full-disk")
     logger.propagate = False

@@ -102,7 +102,9 @@ def _dangers(tree: ast.AST) -> Iterator[tuple[Any, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [each.name for each in node.names] + [getattr(node, "module", None) or ""]
-            for name in {"pickle", "dill", "shelve", "marshal", "yaml"} & {each.partition(".")[0] for each in names}:
+            for name in {"pickle", "dill", "shelve", "marshal", "yaml"} & {
+                each.partition(".")[0] for each in names
+            }:
                 yield node, f"imports {name}"
         if not isinstance(node, ast.Call):
             continue
@@ -126,7 +128,12 @@ def test_an_archive_cannot_write_outside_the_store(tmp_path: Path) -> None:
     path = tmp_path / "in" / "one.tar"
     path.parent.mkdir()
     with tarfile.open(path, "w") as archive:
-        for name, content in {**files, "../../escaped": b"x", "/escaped": b"x", "a/../../escaped": b"x"}.items():
+        for name, content in {
+            **files,
+            "../../escaped": b"x",
+            "/escaped": b"x",
+            "a/../../escaped": b"x",
+        }.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
@@ -239,6 +246,8 @@ def readable_by_others(folder: Path) -> list[Path]:
 def objects_of(store: Path) -> bytes:
     """Every object of a git store, as bytes."""
     done = subprocess.run(
-        ["git", "--git-dir", store, "cat-file", "--batch-all-objects", "--batch"], capture_output=True, check=True
+        ["git", "--git-dir", store, "cat-file", "--batch-all-objects", "--batch"],
+        capture_output=True,
+        check=True,
     )
     return done.stdout
