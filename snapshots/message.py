@@ -23,8 +23,9 @@ from typing import Literal
 from snapshots.annotate import headline
 from snapshots.content import Snapshot
 
-Kind = Literal["save", "rollback", "measure", "import", "merge"]
-KINDS: tuple[Kind, ...] = ("save", "rollback", "measure", "import", "merge")
+Kind = Literal["save", "auto", "rollback", "measure", "import", "merge"]
+"""auto: what ran before a change; measure: figures of an earlier commit; merge: two histories joined."""
+KINDS: tuple[Kind, ...] = ("save", "auto", "rollback", "measure", "import", "merge")
 FIRST_TRAILER = "DDTree-Schema: 1"
 _START = f"\n{FIRST_TRAILER}\n".encode()
 
