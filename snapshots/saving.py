@@ -113,13 +113,20 @@ def attach(store: Store, entry: Entry, figure: Figure) -> Entry:
     return store.save(followed, "measure", {"Measures": entry.commit})
 
 
-def keep_before(store: Store, seen: Snapshot, change: str, packages: Iterable[str] = ()) -> Entry:
+def keep_before(
+    store: Store, seen: Snapshot, change: str, packages: Iterable[str] = (), newest: int = 1
+) -> Entry:
     """Commit what ran before `change` as an automatic snapshot, unless that was done a moment ago.
 
-    `packages`: further ones whose files may be about to change. Raises StoreFault where it cannot be kept.
+    Args:
+        packages: further ones whose files may be about to change.
+        newest: among how many entries one that was just made counts.
+
+    Raises:
+        StoreFault: it cannot be kept.
     """
     digest = hashlib.sha256(json.dumps(seen.config, sort_keys=True).encode()).hexdigest()[:16]
-    for entry in store.list(limit=3).entries:
+    for entry in store.list(limit=newest).entries:
         recent = abs(seen.taken_at_s - entry.time_s) < JUST_KEPT_S
         if entry.kind == "auto" and entry.trailers.get("config") == digest and recent:
             return entry

@@ -165,7 +165,7 @@ class StoreKeeper:
                     raise seen
                 running = seen
                 entry = await asyncio.to_thread(
-                    lambda: saving.keep_before(Store.at(self._folder), running, change)
+                    lambda: saving.keep_before(Store.at(self._folder), running, change, newest=2)
                 )
             except Exception as fault:
                 LOGGER.warning("no automatic snapshot: %s", fault)

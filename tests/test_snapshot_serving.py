@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from console_driver import Driven
 from fake_runtime import FakeRuntime
-from git_stores import snapshot
 from http_serving import OPERATOR, served
 from test_runtime_contract import ended, settle
 from textual.widgets import Input
@@ -25,6 +23,7 @@ from runtime.http_client import HttpRuntime
 from runtime.interface import ChangeReport, ConfigRejected
 from runtime.local import LocalRuntime
 from snapshots import transfer
+from snapshots.content import Snapshot
 from snapshots.serving import StoreKeeper
 from snapshots.store import Store
 
@@ -94,7 +93,7 @@ async def test_a_rollback_that_rebuilds_keeps_what_ran_before_once(local: LocalR
 async def test_a_job_sets_no_path_that_another_host_wrote(home: Path, tmp_path: Path) -> None:
     elsewhere = Store.at(tmp_path / "elsewhere")
     config = RuntimeConfig(model="/mnt/models/big", tree_budget=8).model_dump()
-    elsewhere.save(snapshot("theirs").model_copy(update={"config": config}))
+    elsewhere.save(Snapshot(config=config, label="theirs"))
     transfer.export(elsewhere, "theirs", tmp_path / "theirs.tar")
     transfer.take_in(Store.at(home), tmp_path / "theirs.tar")
     fake = FakeRuntime()
@@ -116,7 +115,8 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
     server.keeper.snapshots._folder = server.keeper._folder = home
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "of the console"))
     async with served(server) as url:
-        app = ConsoleApp(HttpRuntime(url, OPERATOR), place=Place(attached_to=url))
+        attached = HttpRuntime(url, OPERATOR)
+        app = ConsoleApp(attached, place=Place(attached_to=url))
         async with app.run_test(size=(110, 30)) as pilot:
             driven = Driven(app, server, pilot)
             await driven.until(lambda: app.view.description is not None, "attached")
@@ -139,6 +139,6 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
             assert "measured through the runtime" in driven.text("#verdict")
             app.exit(Ending.QUIT)
             await pilot.pause()
-        await asyncio.sleep(0)
+        await attached.aclose()
     assert server.config.mode == "tree" and len(Store.at(home).list().entries) == 3
     assert not (tmp_path / "of the console").exists()
