@@ -1,7 +1,7 @@
 """Says what an interpreter of its own loads of restored files, and measures there; run as text by `snapshots.fresh`.
 
 Only the standard library is imported until a bench is asked for, so that the interpreter of any environment can run
-it. Bytecode is kept out: what counts is the source that was compiled here.
+it. Bytecode of the restored files is passed over: what counts is the source that was compiled here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import importlib.machinery
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -31,25 +30,30 @@ def main() -> None:
     sys.path[:] = [each for each in sys.path if each]
     if site not in sys.path:
         sys.path.insert(0, site)
-    with tempfile.TemporaryDirectory(prefix="ddtree-fresh-") as scratch:
-        sys.pycache_prefix = scratch
-        hashes, faults = load(site, order["paths"])
-        tell(hashes=hashes, faults=faults)
-        if order["config"] is not None:
-            tell(figure=asyncio.run(measure(order["config"], lambda line: tell(progress=line))))
+    hashes, faults = load(site, order["paths"])
+    tell(hashes=hashes, faults=faults)
+    if order["config"] is not None:
+        tell(figure=asyncio.run(measure(order["config"], lambda line: tell(progress=line))))
 
 
-def load(site: str, paths: Iterable[str]) -> tuple[dict[str, str | None], dict[str, str]]:
+def load(site: str, paths: Sequence[str]) -> tuple[dict[str, str | None], dict[str, str]]:
     """SHA-256 of each path as it is loaded, None where it is not; and what cannot be imported, with the reason."""
+    loader = importlib.machinery.SourceFileLoader
+    files = {os.path.realpath(os.path.join(site, path)) for path in paths}
     compiled: dict[str, str] = {}
-    compile_source = importlib.machinery.SourceFileLoader.source_to_code
+    compile_source, path_stats = loader.source_to_code, loader.path_stats
 
     def noted(self: Any, data: Any, path: Any, **options: Any) -> Any:
         if isinstance(data, bytes):
             compiled[os.path.realpath(os.fspath(path))] = hashlib.sha256(data).hexdigest()
         return compile_source(self, data, path, **options)
 
-    importlib.machinery.SourceFileLoader.source_to_code = noted  # type: ignore[method-assign]
+    def without_bytecode(self: Any, path: Any) -> Any:
+        if os.path.realpath(path) in files:
+            raise OSError("its bytecode is not asked for")
+        return path_stats(self, path)
+
+    loader.source_to_code, loader.path_stats = noted, without_bytecode  # type: ignore[method-assign]
     hashes: dict[str, str | None] = {}
     faults: dict[str, str] = {}
     for path in paths:
@@ -61,7 +65,7 @@ def load(site: str, paths: Iterable[str]) -> tuple[dict[str, str | None], dict[s
             except BaseException as fault:  # whatever a patched module does, it is told
                 faults[path] = f"{type(fault).__name__}: {' '.join(str(fault).split())}"[:300]
         hashes[path] = compiled.get(file) if is_module else _read(file)
-    importlib.machinery.SourceFileLoader.source_to_code = compile_source  # type: ignore[method-assign]
+    loader.source_to_code, loader.path_stats = compile_source, path_stats  # type: ignore[method-assign]
     return hashes, faults
 
 
