@@ -13,11 +13,11 @@
 
 from __future__ import annotations
 
-import calendar
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 
 from snapshots.annotate import headline
@@ -164,9 +164,9 @@ def _stamp(time_s: float) -> str:
 
 def _time(stamp: str, otherwise: float) -> float:
     try:
-        whole, _, fraction = stamp.rstrip("Z").partition(".")
-        return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
-    except ValueError:
+        taken = datetime.fromisoformat(stamp)
+        return (taken if taken.tzinfo else taken.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         return otherwise
 
 

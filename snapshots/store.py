@@ -103,7 +103,9 @@ class Store:
             notes = history.tree_names(runner, self.place.notes)
             tags = history.named_tags(runner, self.place)
             found = history.snapshots(history.walk(runner, self.place))
-            found = (replace(each, tags=tags.get(each.commit, ())) for each in found)
+            found = (
+                replace(each, tags=tags[each.commit]) if each.commit in tags else each for each in found
+            )
             if words:
                 found = (each for each in _annotated(runner, found, notes) if each.matches(words))
             page = list(itertools.islice(found, offset, offset + limit + 1))
@@ -245,7 +247,10 @@ def _annotated(runner: GitRunner, entries: Iterator[Entry], notes: Mapping[str, 
             entry.commit: text.decode("utf-8", "replace")
             for entry, text in zip(with_note, texts, strict=True)
         }
-        yield from (replace(entry, annotation=found.get(entry.commit, "")) for entry in batch)
+        yield from (
+            replace(entry, annotation=found[entry.commit]) if entry.commit in found else entry
+            for entry in batch
+        )
 
 
 def _ledger() -> str:
