@@ -156,5 +156,7 @@ NOTES: Mapping[str, str] = {
     "linear": "CPU linear layers; auto: prepacked where a probe shows they work.",
     "threads": "CPU threads; auto: physical cores.",
     "log_level": "Least level that is logged.",
+    "auto_snapshot": "Keep what runs as a snapshot before a rebuild or a rollback replaces it.",
+    "sglang_python": "Python of SGLang's own virtual environment; empty: none.",
     "rebuild_drain": "Seconds running requests get to finish before the engine is rebuilt.",
 }

@@ -118,6 +118,10 @@ class RuntimeConfig(BaseModel):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None = physical cores."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    auto_snapshot: bool = True
+    """Keep what runs as a snapshot of its own before a rebuild or a rollback replaces it."""
+    sglang_python: str = ""
+    """Python of the virtual environment that SGLang is installed in; empty = none."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -163,6 +167,7 @@ LIVE_FIELDS = frozenset(
         "draft_noise",
         "prefill_chunk",
         "log_level",
+        "auto_snapshot",
     }
 )
 EFFECTS: dict[str, Effect] = {

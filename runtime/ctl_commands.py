@@ -266,6 +266,8 @@ def _show_report(report: ChangeReport, json: bool) -> None:
         emit_json({"report": report.model_dump(mode="json")})
     else:
         print(clip(f"{report.summary} (revision {report.revision})"))
+        if report.kept is not None:
+            print(clip(report.kept))
 
 
 Wait = Callable[["Server"], Awaitable[None]]

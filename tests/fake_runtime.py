@@ -45,6 +45,7 @@ from runtime.interface import (
 )
 from runtime.job_kinds import BenchParameters, VerifyParameters, check_measured
 from runtime.jobs import JobContext, JobKind, Jobs, Outcome
+from snapshots.serving import StoreKeeper, StoreReader
 
 ANSWER = "The quick brown fox jumps over the lazy dog. "
 ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
@@ -159,7 +160,12 @@ class FakeRuntime:
             JobKind("bench", BenchParameters, self._work, check_measured, measures=True),
             JobKind("verify", VerifyParameters, self._work, check_measured, measures=True),
         )
-        self.job_board = Jobs(self, kinds, self._tell_job)
+        self.keeper = StoreKeeper()
+        self.job_board = Jobs(self, (*kinds, *self.keeper.jobs), self._tell_job)
+
+    @property
+    def snapshots(self) -> StoreReader:
+        return self.keeper.snapshots
 
     # Controls for tests
 
@@ -168,6 +174,17 @@ class FakeRuntime:
         self.emit(StatusChanged(state=state, reason=reason, revision=self._revision))
 
     def emit(self, event: WatchEvent) -> None:
+        """From the loop the fake lives in, or from the thread of a job."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if self._loop in (None, here) or self._loop.is_closed():
+            self._hand_out(event)
+        else:
+            self._loop.call_soon_threadsafe(self._hand_out, event)
+
+    def _hand_out(self, event: WatchEvent) -> None:
         for queue in self._watchers:
             queue.put_nowait(event)
 
@@ -425,8 +442,7 @@ class FakeRuntime:
 
     def _tell_job(self, event: JobProgress) -> None:
         """From the job's thread into the loop the fake lives in."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.emit, event)
+        self.emit(event)
 
     async def aclose(self) -> None:
         await self.job_board.close()
