@@ -157,4 +157,5 @@ NOTES: Mapping[str, str] = {
     "threads": "CPU threads; auto: physical cores.",
     "log_level": "Least level that is logged.",
     "rebuild_drain": "Seconds running requests get to finish before the engine is rebuilt.",
+    "rebuild_ahead": "Build another layout while this one serves, on a CPU with memory for both.",
 }
