@@ -90,6 +90,7 @@ class EngineThread(Rebuilder):
         self._held = 0
         """Requests that wait for the end of a rebuild."""
         self._measurements: dict[tuple[Any, ...], tuple[Calibration, float]] = {}
+        self._carry_s: dict[tuple[Any, ...], float] = {}
         self._started_at = time.time()
         self._closing = threading.Event()
         self._settled = threading.Event()

@@ -206,7 +206,7 @@ class LocalRuntime(EngineThread):
             status.revision,
             running,
             status.config["tree_budget"],
-            outage(load_s, self._engine, config, ahead),
+            outage(load_s, self._engine, config, ahead, self._carry_s.get(load_key(wanted))),
             refused,
             rebuild_notes(config, wanted, ahead),
         )

@@ -219,6 +219,13 @@ class Parked:
     def waiting(self) -> int:
         return len(self._requests) - self.running
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of those that run."""
+        return sum(
+            len(each.ticket.progress.token_ids) for each in self._requests.values() if each.ticket.progress
+        )
+
     def take(self) -> list[Running]:
         """The requests that are left, in the order they are to run."""
         taken = list(self._requests.values())

@@ -86,12 +86,16 @@ def _holds_another() -> bool:
 
 
 def outage(
-    load_s: float | None, engine: Engine | None, config: RuntimeConfig, ahead: bool = False
+    load_s: float | None,
+    engine: Engine | None,
+    config: RuntimeConfig,
+    ahead: bool = False,
+    token_s: float | None = None,
 ) -> float | None:
     """Expected seconds without service: finishing, loading, computing the tokens of carried requests anew.
 
     None where `load_s` is unknown. `ahead`: requests are served while the other engine is loaded, which counts as time
-    to finish in.
+    to finish in. `token_s`: what a token took the other engine when it last did that; None: as in this one's prefill.
     """
     if load_s is None and not ahead:
         return None
@@ -102,8 +106,9 @@ def outage(
     if engine is None or not running:
         return loading
     tokens = sum(len(each.token_ids) for each in running if each is not None)
-    again = tokens * engine.prefill_s / engine.prefilled_tokens if engine.prefilled_tokens else 0.0
-    return patience + loading + again
+    if token_s is None:
+        token_s = engine.prefill_s / engine.prefilled_tokens if engine.prefilled_tokens else 0.0
+    return patience + loading + tokens * token_s
 
 
 def rebuild_notes(config: RuntimeConfig, wanted: RuntimeConfig, ahead: bool) -> dict[str, str]:

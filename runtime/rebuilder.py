@@ -69,6 +69,8 @@ class Rebuilder:
     _outage_s: float | None
     _measurements: dict[tuple[Any, ...], tuple[Calibration, float]]
     """Calibration and seconds of the last load, by what was loaded."""
+    _carry_s: dict[tuple[Any, ...], float]
+    """Seconds that each token of carried requests took to be computed anew, by what was loaded."""
     _load_error: RuntimeFault
     _closing: threading.Event
 
@@ -202,7 +204,11 @@ class Rebuilder:
     def _go_on(self, order: Order, config: RuntimeConfig) -> int:
         parked, self._parked = self._parked, None
         assert self._engine is not None and parked is not None
-        return go_on(self._engine, parked, order, config, self._tick)
+        tokens, began = parked.tokens, time.monotonic()
+        carried = go_on(self._engine, parked, order, config, self._tick)
+        if tokens:
+            self._carry_s[load_key(config)] = (time.monotonic() - began) / tokens
+        return carried
 
     def _install(self, order: Order, **figures: Any) -> ChangeReport:
         """Makes the configuration of `order` the one in force."""
