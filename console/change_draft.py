@@ -159,4 +159,5 @@ NOTES: Mapping[str, str] = {
     "auto_snapshot": "Keep what runs as a snapshot before a rebuild or a rollback replaces it.",
     "sglang_python": "Python of SGLang's own virtual environment; empty: none.",
     "rebuild_drain": "Seconds running requests get to finish before the engine is rebuilt.",
+    "rebuild_ahead": "Build another layout while this one serves, on a CPU with memory for both.",
 }

@@ -95,6 +95,8 @@ class RuntimeConfig(BaseModel):
     """Requests that may wait beside those that run; more are turned away at once."""
     rebuild_drain: float = Field(default=2.0, ge=0.0, le=86400.0)
     """Seconds running requests get to finish before the engine is rebuilt; the rest goes on in the new one."""
+    rebuild_ahead: bool = True
+    """On a CPU with memory for both, another layout is built while this one serves; else this one goes first."""
     queue_timeout: float = Field(default=30.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
@@ -163,6 +165,7 @@ LIVE_FIELDS = frozenset(
         "max_queue",
         "queue_timeout",
         "rebuild_drain",
+        "rebuild_ahead",
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",

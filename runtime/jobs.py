@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
@@ -156,13 +156,24 @@ class Jobs:
         since = time.strftime("%H:%M:%S", time.localtime(held.started_at_s))
         return f"{held.id}, started by {plain(held.holder)} at {since}, is running"
 
+    @contextlib.contextmanager
+    def kept_out(self) -> Iterator[str]:
+        """Within, no job begins; gives `holder`."""
+        with self._lock:
+            yield self.holder
+
     def all(self) -> tuple[Job, ...]:
         """Those that run, then those that ended lately, the latest first."""
         with self._lock:
             return (*(each.job for each in self._running.values()), *reversed(self._over))
 
-    async def start(self, name: str, values: Mapping[str, Any], author: str) -> str:
-        """Begins a job and returns its id; raises as `Runtime.start_job` says."""
+    async def start(
+        self, name: str, values: Mapping[str, Any], author: str, unless: Callable[[], str] = lambda: ""
+    ) -> str:
+        """Begins a job and returns its id; raises as `Runtime.start_job` says.
+
+        `unless` gives, in words, who keeps jobs that need the engine out; empty if nobody does.
+        """
         kind = self._kind(name)
         try:
             parameters = kind.parameters.model_validate(dict(values))
@@ -177,6 +188,8 @@ class Jobs:
                 raise RuntimeUnavailable("the runtime is closed")
             if kind.exclusive and self.holder:
                 raise JobRefused(f"{name} does not start: {self.holder}; wait for it or cancel it")
+            if kind.exclusive and (busy := unless()):
+                raise JobRefused(f"{name} does not start: {busy}; start it again when that is over")
             job = Job(
                 id=f"{name}-{next(self._numbers)}",
                 name=kind.name,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from runtime.changes import check_revision, plan_change
 from runtime.description import describe
-from runtime.engine_thread import RETRY_AFTER_S, SERVING, UP, EngineThread
+from runtime.engine_thread import RETRY_AFTER_S, UP, EngineThread
 from runtime.interface import (
     ChangePlan,
     ChangeReport,
@@ -44,13 +44,17 @@ from runtime.job_kinds import ENGINE_JOBS
 from runtime.jobs import Jobs
 from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
-from runtime.rebuild import (
-    Order,
-    Rebuilding,
+from runtime.rebuild import Order, Rebuilding
+from runtime.rebuild_plan import (
+    builds_ahead,
+    held_back,
     load_key,
+    no_rebuild,
     outage,
+    rebuild_notes,
     refusals,
 )
+from runtime.rebuilder import SERVING
 from runtime.samples import MEASURING
 from runtime.traces import tree_traces
 from runtime.watching import Watcher
@@ -212,16 +216,19 @@ class LocalRuntime(EngineThread):
         wanted = config.changed(change)
         load_s = self._measurements.get(load_key(wanted), (None, None))[1]
         refused = await refusals(config, wanted, change) if self._state in UP else {}
-        plan = plan_change(
+        if self.job_board.holder and not refused:
+            refused = held_back(config, wanted, self.job_board.holder)
+        ahead = builds_ahead(config, wanted, self._engine)
+        return plan_change(
             config,
             change,
             status.revision,
             running,
             status.config["tree_budget"],
-            outage(load_s, self._engine, config),
+            outage(load_s, self._engine, config, ahead, self._carry_s.get(load_key(wanted))),
             refused,
+            rebuild_notes(config, wanted, ahead),
         )
-        return plan
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         plan = await self.preview(change)
@@ -232,8 +239,6 @@ class LocalRuntime(EngineThread):
             )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
-        if self.job_board.holder and any(each.effect == "rebuild" for each in plan.changes):
-            raise ConfigRejected(f"no rebuild now: {self.job_board.holder}; wait for it or cancel it")
         answer: Future[ChangeReport] = Future()
         keep = await self._look(plan)
         await self._call(lambda _: self._take_order(plan, revision, author, answer))
@@ -257,22 +262,27 @@ class LocalRuntime(EngineThread):
 
     def _take_order(self, plan: ChangePlan, revision: int, author: str, answer: Future[ChangeReport]) -> None:
         """In the engine's thread, where one change is complete before the next one is looked at."""
-        busy = self._order or self._rebuilding
-        if busy is not None:
-            raise ConfigRejected(
-                f"{busy.author} has the engine rebuilt ({busy.what}): {self._reason}; apply again when that is over"
-            )
+        if busy := self._rebuilder():
+            raise ConfigRejected(f"{busy}; apply again when that is over")
         check_revision(revision, self._revision, self._history)
         config = self._config.changed({each.field: each.new for each in plan.changes})
         order = Order(config, self._config, plan, author, answer)
         if order.rebuilds and self._state is EngineState.DRAINING:
             raise ConfigRejected("the server is draining; nothing is rebuilt any more")
         if order.rebuilds:
-            self._order = order
+            with self.job_board.kept_out() as holder:
+                if holder:
+                    raise ConfigRejected(no_rebuild(holder))
+                self._order = order
         else:
             assert self._engine is not None
             self._engine.config = config
             answer.set_result(self._install(order))
+
+    def _rebuilder(self) -> str:
+        """Who has the engine rebuilt, in words; empty if nobody has."""
+        busy = self._order or self._rebuilding
+        return f"{busy.author} has the engine rebuilt ({busy.what}): {self._reason}" if busy else ""
 
     async def drain(self, seconds: float = math.inf) -> int:
         """Refuses new requests, gives accepted ones `seconds` to finish and ends the rest, saying why.
@@ -302,7 +312,7 @@ class LocalRuntime(EngineThread):
     async def start_job(
         self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
     ) -> str:
-        return await self.job_board.start(kind, parameters or {}, author)
+        return await self.job_board.start(kind, parameters or {}, author, unless=self._rebuilder)
 
     async def cancel_job(self, job_id: str) -> bool:
         return self.job_board.cancel(job_id)

@@ -300,3 +300,31 @@ def test_prompt_flips_verify_and_quit_over_the_default_model(tmux: Tmux, default
     tmux.keys("7")
     tmux.until("[7 Bench]", "no divergence: 12 of 12 texts", limit_s=MODEL_GIVE_UP_S)
     assert "exit=0" in tmux.quit()
+
+
+@needs_tmux
+def test_the_default_model_changes_its_layout_by_key_while_text_streams(
+    tmux: Tmux, default_checkpoint: object
+):
+    options = "--threads 1 --mode off --max-tokens 4000"
+    tmux.start(f"cd {HERE.parent} && {sys.executable} -m console console {options}")
+    tmux.until("[1 Live]", "loading")
+    flips = (("Down",), "single -> tp2"), (("Down",) * 3, "tp2 -> pp2"), (("Up",) * 4, "pp2 -> single")
+    for moves, what in flips:
+        tmux.keys("i")
+        tmux.until("[3 Prompt]")
+        tmux.keys("-l", "Write the numbers from 1 to 1000, separated by commas.")
+        tmux.keys("Enter")
+        tmux.until("1, 2, 3, 4", "rounds", limit_s=MODEL_GIVE_UP_S)
+        tmux.keys("Escape")
+        time.sleep(2.0)  # else the next letter is read as one that Alt is held with
+        tmux.keys("p")
+        tmux.until("one process on one device", "* runs now")
+        tmux.keys(*moves, "Enter")
+        tmux.until("Change the layout to", "expected outage", limit_s=MODEL_GIVE_UP_S)
+        tmux.keys("y")
+        tmux.until(f"layout {what}; ", "1 request carried over", limit_s=MODEL_GIVE_UP_S)
+        tmux.keys("x")
+        tmux.until("cancelled", limit_s=MODEL_GIVE_UP_S)
+        tmux.keys("n")
+    assert "exit=0" in tmux.quit()
