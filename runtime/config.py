@@ -117,6 +117,8 @@ class RuntimeConfig(BaseModel):
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None = physical cores."""
+    baseline_interval: float = Field(default=900.0, ge=0.0, le=604800.0)
+    """Seconds until plain and chain decoding are measured anew in an idle moment; 0 = at start-up only."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("*", mode="before")
@@ -162,6 +164,7 @@ LIVE_FIELDS = frozenset(
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",
+        "baseline_interval",
         "log_level",
     }
 )

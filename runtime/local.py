@@ -67,9 +67,13 @@ class LocalRuntime(EngineThread):
         self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
     ) -> None:
         """As `EngineThread`."""
+        self.job_board = Jobs(self, (*ENGINE_JOBS, *ADVICE_JOBS), self._publish, self._call)
         super().__init__(config, degraded, origins)
         self._last_good = LastGood()
-        self.job_board = Jobs(self, (*ENGINE_JOBS, *ADVICE_JOBS), self._publish, self._call)
+
+    @property
+    def _engaged(self) -> bool:
+        return bool(self.job_board.holder)
 
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)
