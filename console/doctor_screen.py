@@ -53,7 +53,7 @@ class DoctorScreen(ModalScreen[None]):
     def show(self, jobs: Sequence[Job]) -> None:
         """Shows the latest doctor job that began since this screen was opened."""
         job = next((each for each in jobs if each.name == "doctor" and each.id not in self._old), None)
-        if job is None or not job.over:
+        if job is None or not job.over or not self.is_mounted:
             return
         if job.result is None:
             self.refused(f"{job.id} {job.state}: {job.text}")

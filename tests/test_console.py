@@ -94,7 +94,7 @@ async def test_mode_and_budget_flip_while_text_streams_and_the_stream_goes_on():
     async with console(FakeRuntime(answer=LONG, round_s=0.02)) as driven:
         await driven.ask("hello")
         await driven.streaming()
-        await driven.press("right_square_bracket", "m")
+        await driven.press("right_square_bracket", "m", "m")
         await driven.until(lambda: driven.runtime.config.mode == "off", "mode off")
         assert driven.runtime.config.tree_budget == 16
         assert driven.app.prompt.conversation.open_turn is not None
@@ -173,7 +173,7 @@ async def test_undo_reverts_the_last_change_and_no_later_one_of_others():
         await driven.until(lambda: driven.runtime.config.tree_budget == 16, "changed")
         await driven.press("u")
         await driven.until(lambda: driven.runtime.config.tree_budget == 11, "undone")
-        assert driven.runtime.config.mode == "off"
+        assert driven.runtime.config.mode == "auto"
         status = await driven.runtime.status()
         await driven.runtime.apply({"mode": "chain"}, status.revision, author="someone else")
         await driven.press("u")

@@ -32,7 +32,7 @@ async def test_a_read_only_console_may_look_and_a_refusal_is_told():
     runtime.job_board._kinds.pop("doctor")
     async with console(runtime, read_only=True) as driven:
         await driven.app.run_action("doctor")
-        await driven.until(lambda: "does not offer it" in driven.text("#findings"), "refused in words")
+        await driven.until(lambda: "does not offer it" in driven.shown(), "refused in words")
 
 
 def test_a_finding_that_needs_nothing_done_says_only_what_was_found():
