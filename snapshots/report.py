@@ -40,8 +40,8 @@ def _side_by_side(found: Sequence[Found]) -> Iterator[Block]:
                 snapshot.host.hardware,
                 UNKNOWN if figure is None else figure.source,
                 UNKNOWN if figure is None else _setting(figure),
-                _shown(figure and figure.tok_s, ".1f"),
-                _shown(figure and figure.accept_length, ".2f"),
+                _shown(None if figure is None else figure.tok_s, ".1f"),
+                _shown(None if figure is None else figure.accept_length, ".2f"),
             )
         )
         if figure is not None and figure.tok_s is not None:
