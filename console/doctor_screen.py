@@ -1,4 +1,4 @@
-"""Doctor: what the runtime's host lacks, and what to do about each finding; looks when it is opened, changes nothing."""
+"""Doctor: what the runtime's host lacks and what to do about each finding; looks when opened, changes nothing."""
 
 from __future__ import annotations
 

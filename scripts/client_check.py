@@ -1,7 +1,8 @@
 """`ddtree bench --url` against a public benchmark client (guidellm) on the same server: `docs/bench-compare.md`.
 
-Both clients send the same prompts in closed loop, in turn, several times. Without --url the server is a scripted one whose
-token times are fixed. Prints the figures of both (rates; medians of times) with their ratio; exits 1 where one differs by more than 5 %.
+Both clients send the same prompts in closed loop, in turn, several times. Without --url the server is a scripted one
+whose token times are fixed. Prints rates and medians of times of both with their ratio; exits 1 where one differs by
+more than 5 %.
 
     python scripts/client_check.py --guidellm VENV/bin/guidellm --tokenizer FOLDER [--url URL] [--users N]
 """
