@@ -26,7 +26,7 @@ CANDIDATE_BUDGETS = (4, 7, 11, 15, 23, 31)
 FALLBACK_BUDGET = 11
 """Used where the drafter brings no measured accept lengths."""
 CONTEXT_ROWS = 128
-REPEATS = 5
+REPEATS = 6
 BASELINE_PROMPT = "Explain in a few sentences why the sky is blue and sunsets are red."
 BASELINE_TOKENS = 24
 
@@ -77,22 +77,34 @@ def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float] | No
     if extent is None:
         return None
     try:
-        return {count: min(_time_rows(target, cache, extent.start, count)) for count in rows}
+        once = {count: _forward_of(target, cache, extent.start, count) for count in rows}
+        for forward in once.values():
+            forward()
+        # Interleaved, so that a busy moment of the host falls on all sizes and not on one of them.
+        seconds = [{count: forward() for count, forward in once.items()} for _ in range(REPEATS)]
     finally:
         cache.free(extent)
+    return no_less_for_more_rows({count: min(each[count] for each in seconds) for count in rows})
 
 
-def _time_rows(target, cache, start: int, rows: int) -> list[float]:  # type: ignore[no-untyped-def]
+def no_less_for_more_rows(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Least times made monotone: what more rows were seen to take bounds what fewer can take undisturbed."""
+    return {count: min(took for more, took in seconds.items() if more >= count) for count in seconds}
+
+
+def _forward_of(target, cache, start: int, rows: int) -> Callable[[], float]:  # type: ignore[no-untyped-def]
+    """One forward of `rows` rows and their greedy choice, as a function that returns the seconds it took."""
     device = target.device
     positions = torch.arange(CONTEXT_ROWS, CONTEXT_ROWS + rows, device=device)
     step = Step.of(cache.target, [Segment(start, CONTEXT_ROWS, rows, causal_mask(rows, device), positions)])
     token_ids = torch.arange(rows, device=device) % target.vocab_size
-    seconds = []
-    for _ in range(REPEATS):
+
+    def forward() -> float:
         begin = time.perf_counter()
         target.likeliest(target.forward(token_ids, positions, step).hidden).tolist()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+        return time.perf_counter() - begin
+
+    return forward
 
 
 def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:
