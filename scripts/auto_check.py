@@ -133,8 +133,9 @@ async def judged(runtime: LocalRuntime, kept: KeptRuns, kind: Kind) -> dict[str,
     counted = [best] if kind is MIXED else list(gains)
     passed = all(gains[name]["lower_95"] > kind.bound for name in counted)
     for name, gain in gains.items():
+        verdict = "    " if name not in counted else "ok  " if gain["lower_95"] > kind.bound else "FAIL"
         print(
-            f"{'ok  ' if passed else 'FAIL'}  {kind.name}: auto against {name}{' (best)' * (name == best)}: "
+            f"{verdict}  {kind.name}: auto against {name}{' (best)' * (name == best)}: "
             f"{gain['gain']:+.1%}, lower 95 % bound {gain['lower_95']:+.1%}"
             + (f", wanted above {kind.bound:+.0%}" if name in counted else ""),
             flush=True,
