@@ -91,7 +91,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
-        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree, auto."),
         Binding(
             "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
         ),

@@ -40,7 +40,11 @@ ELSEWHERE = {
         "tune",
         "Find the fastest mode and tree budget for this host and load.",
     ),
-    "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
+    "report": (
+        "snapshots.report_commands",
+        "report",
+        "Write one page from results of bench and tune, and from snapshots.",
+    ),
     "snapshot": (
         "snapshots.commands",
         "snapshot_app",

@@ -82,17 +82,21 @@ class LocalRuntime(EngineThread):
         keeper: Keeper | None = None,
     ) -> None:
         """As `EngineThread`; `keeper` keeps snapshots of it, None: nothing does."""
-        super().__init__(config, degraded, origins)
-        self._last_good = LastGood()
         self._keeper = keeper
         self._keeping: set[asyncio.Task[str]] = set()
         """Automatic snapshots being saved; a loop keeps no reference to its tasks."""
         kinds = (*ENGINE_JOBS, *ADVICE_JOBS, *(keeper.jobs if keeper is not None else ()))
         self.job_board = Jobs(self, kinds, self._publish, self._call)
+        super().__init__(config, degraded, origins)
+        self._last_good = LastGood()
 
     @property
     def snapshots(self) -> Snapshots:
         return NoSnapshots() if self._keeper is None else self._keeper.snapshots
+
+    @property
+    def _engaged(self) -> bool:
+        return bool(self.job_board.holder)
 
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)

@@ -37,7 +37,9 @@ def headline(snapshot: Snapshot) -> Figure | None:
     own = [
         figure
         for figure in snapshot.measurements.results
-        if figure.mode == mode and (mode != "tree" or budget in ("auto", None, figure.tree_budget))
+        if (figure.mode == mode and (mode != "tree" or budget in ("auto", None, figure.tree_budget)))
+        # Auto mode has no setting of its own: what it decoded is told by the setting it mostly chose.
+        or (mode == "auto" and figure.source != "baseline")
     ]
     return min(own, key=lambda figure: (order[figure.source], -(figure.requests or 0)), default=None)
 
