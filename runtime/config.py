@@ -95,6 +95,8 @@ class RuntimeConfig(BaseModel):
     """Requests that may wait beside those that run; more are turned away at once."""
     rebuild_drain: float = Field(default=2.0, ge=0.0, le=86400.0)
     """Seconds running requests get to finish before the engine is rebuilt; the rest goes on in the new one."""
+    rebuild_ahead: bool = True
+    """On a CPU with memory for both, another layout is built while this one serves; else this one goes first."""
     queue_timeout: float = Field(default=30.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
@@ -117,7 +119,13 @@ class RuntimeConfig(BaseModel):
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None = physical cores."""
+    baseline_interval: float = Field(default=900.0, ge=0.0, le=604800.0)
+    """Seconds until plain and chain decoding are measured anew in an idle moment; 0 = at start-up only."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    auto_snapshot: bool = True
+    """Keep what runs as a snapshot of its own before a rebuild or a rollback replaces it."""
+    sglang_python: str = ""
+    """Python of the virtual environment that SGLang is installed in; empty = none."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -161,10 +169,13 @@ LIVE_FIELDS = frozenset(
         "max_queue",
         "queue_timeout",
         "rebuild_drain",
+        "rebuild_ahead",
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",
+        "baseline_interval",
         "log_level",
+        "auto_snapshot",
     }
 )
 EFFECTS: dict[str, Effect] = {

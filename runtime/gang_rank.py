@@ -6,16 +6,11 @@ once. A rank ends with its parent, at the first fault, and when its pipe closes.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import shutil
-import signal
 import sys
-import threading
 from datetime import timedelta
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,9 +36,7 @@ BACKSTOP = timedelta(minutes=30)
 
 
 def rank_main(spec: RankSpec, pipe: connection.Connection) -> None:
-    """The whole life of a rank."""
-    _leave_the_parents_terminal(Path(spec.folder) / f"rank{spec.rank}.log")
-    threading.Thread(target=_end_with_parent, args=(spec.folder,), daemon=True).start()
+    """What a rank does from when it has imported this module to its end."""
     torch.set_num_threads(spec.threads)
     try:
         stage = Stage(spec)
@@ -72,23 +65,6 @@ def _serve(stage: Stage, pipe: connection.Connection) -> None:
             pipe.send_bytes(ANSWER + answer)
 
 
-def _leave_the_parents_terminal(log: Path) -> None:
-    """A session and an output file of its own: keys do not reach it, and nothing it prints gets on a screen."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with log.open("ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
-def _end_with_parent(folder: str) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
 class Stage:
     """This rank's share of the target, loaded by transformers, with its KV slots.
 
@@ -104,8 +80,6 @@ class Stage:
         if self.device.type == "cuda":
             os.environ["LOCAL_RANK"] = str(spec.rank)
             torch.cuda.set_device(self.device)
-        else:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             init_method=f"file://{spec.folder}/rendezvous",

@@ -19,7 +19,7 @@ from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
-from runtime.native_layouts import refusal
+from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
 from runtime.target import TargetModel
 from runtime.tokenizer import ChatTokenizer
@@ -145,6 +145,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
                 draft_linear=draft_factory if drafter_config else None,
                 threads=threads,
                 tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
+                variables=rank_variables(config.layout),
             )
         target.limit_vocabulary(tokenizer.vocab_size)
     except (CheckpointError, DrafterMismatch) as refused:

@@ -233,6 +233,7 @@ def main() -> None:
 
 def run(given: argparse.Namespace, folder: Path) -> None:
     """Starts the console and, for the comparison, its runtime alone; prints the result as JSON."""
+    os.environ["XDG_STATE_HOME"] = str(folder)  # a console opens on the screen that was left last
     pid, fd = pty.fork()
     if pid == 0:
         child(given.model, folder / "console", headless=False)
