@@ -179,7 +179,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
 
 def _check_dimensions(checkpoint: Checkpoint) -> None:
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if key not in checkpoint.config:
+        if checkpoint.config.get(key) is None:
             raise CheckpointError(f"{checkpoint.path}: config.json has no {key}; copy the model again")
 
 
