@@ -208,8 +208,13 @@ PROMPTS = ("abc", "the cat", "zz")
 """Two run, one waits."""
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("tp2", 1), *([("pp2", 0)] if LONG_FORM else [])])
-@pytest.mark.parametrize("busy", [True, False], ids=["mid-step", "idle"])
+LOSSES = [(True, "tp2", 1), (False, "pp2", 0)]
+"""In the middle of a pass or idle, the layout, and the rank it happens to."""
+if LONG_FORM:
+    LOSSES += [(False, "tp2", 1), (True, "pp2", 0)]
+
+
+@pytest.mark.parametrize(("busy", "layout", "rank"), LOSSES)
 async def test_a_lost_rank_brings_the_old_layout_back_and_loses_no_request(
     start: Start, busy: bool, layout: str, rank: int
 ) -> None:
