@@ -4,7 +4,7 @@
 # For a CPU-only or mirrored torch, set pip's own variables, for example PIP_FIND_LINKS=FOLDER.
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench-check serve-check clean
+.PHONY: help run test lint bench-check serve-check tune-check auto-check clean
 .DELETE_ON_ERROR:
 
 venv_python := .venv/bin/python
@@ -16,6 +16,8 @@ help:
 	@echo "make lint         run ruff, mypy and the import contracts"
 	@echo "make bench-check  check speed and memory on this machine (it should be idle)"
 	@echo "make serve-check  check what serving over HTTP costs on this machine"
+	@echo "make tune-check   check tune against exhaustive search (idle machine, 10 minutes)"
+	@echo "make auto-check   check auto mode against fixed settings (idle machine, 10 minutes)"
 	@echo "make clean        remove the environment and all caches of this folder"
 
 .venv/created:
@@ -57,6 +59,14 @@ bench-check: .venv/installed-dev
 serve-check: .venv/installed-dev
 	@$(venv_python) -m console model fetch
 	@$(venv_python) scripts/serve_check.py
+
+tune-check: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) scripts/tune_check.py
+
+auto-check: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) scripts/auto_check.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

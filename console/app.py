@@ -21,7 +21,7 @@ from textual.widgets import Input
 
 from console import messages
 from console.answer_orders import AnswerOrders
-from console.archive import Archive
+from console.archive_served import archive_of
 from console.bench_orders import BenchOrders
 from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step
@@ -91,7 +91,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
-        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree, auto."),
         Binding(
             "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
         ),
@@ -143,7 +143,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
         self.begin_taste(preferences, no_color())
         self.bench.load = self.remembered_load()
-        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
+        self.snapshots.archive = archive_of(place, lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 

@@ -33,7 +33,7 @@ def done_text(plan: ChangePlan, report: ChangeReport, undo: bool) -> str:
         text += "; acts on requests admitted from here on"
         if plan.unreached:
             text += f", {plan.unreached} running keep theirs"
-    return text
+    return f"{text}; {report.kept}" if report.kept and parts else text
 
 
 def others_text(change: AppliedChange) -> str:

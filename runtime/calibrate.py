@@ -1,4 +1,4 @@
-"""Start-up measurements on this host: what a round costs by tree size, the default budget, and the baselines.
+"""Measurements of this host: what a round costs by tree size, the default budget, and, idle or new, the baselines.
 
 The best budget depends on how much a verify of more rows costs here and on how much acceptance it buys, so it is
 chosen from measured step times and the drafter's measured accept lengths.
@@ -7,6 +7,7 @@ chosen from measured step times and the drafter's measured accept lengths.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -146,12 +147,18 @@ def calibrate(engine: Engine) -> Calibration:
 def measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[Baseline, ...] | None:
     """Plain and chain decoding of one fixed prompt on the idle engine: what speculation is compared with.
 
-    None where `interrupted` turned true meanwhile: somebody wants the engine.
+    None where `interrupted` turned true meanwhile: somebody wants the engine. Nothing of it is left behind.
     """
+    with engine.unseen():
+        return _measure_baselines(engine, interrupted)
+
+
+def _measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[Baseline, ...] | None:
     modes: list[tuple[Mode, int]] = [("off", 0)]
     if engine.loaded.no_drafter_reason is None:
         modes.append(("chain", engine.models.draft_horizon))
     baselines = []
+    load = os.getloadavg()[0]
     for mode, budget in modes:
         rate = _run(engine, mode, budget, BASELINE_TOKENS, [], interrupted)
         if rate is None:
@@ -162,7 +169,7 @@ def measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[
                 tree_budget=budget,
                 tok_s=rate,
                 measured_at_s=time.time(),
-                conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, at start-up",
+                conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, host load {load:.1f}",
             )
         )
     return tuple(baselines)

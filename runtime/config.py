@@ -119,7 +119,13 @@ class RuntimeConfig(BaseModel):
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None = physical cores."""
+    baseline_interval: float = Field(default=900.0, ge=0.0, le=604800.0)
+    """Seconds until plain and chain decoding are measured anew in an idle moment; 0 = at start-up only."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    auto_snapshot: bool = True
+    """Keep what runs as a snapshot of its own before a rebuild or a rollback replaces it."""
+    sglang_python: str = ""
+    """Python of the virtual environment that SGLang is installed in; empty = none."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -165,7 +171,9 @@ LIVE_FIELDS = frozenset(
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",
+        "baseline_interval",
         "log_level",
+        "auto_snapshot",
     }
 )
 EFFECTS: dict[str, Effect] = {

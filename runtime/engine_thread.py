@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from runtime.config import RuntimeConfig
+from runtime.idle import IdleClock
 from runtime.interface import (
     AppliedChange,
     Baseline,
@@ -75,7 +77,7 @@ class EngineThread(Rebuilder):
         self._revision = 1
         self._history: tuple[AppliedChange, ...] = ()
         self._baselines: tuple[Baseline, ...] = ()
-        self._measured = False
+        self._idle = IdleClock()
         self._calibration: str | None = None
         self._errors: tuple[str, ...] = ()
         self._engine: Engine | None = None
@@ -209,10 +211,12 @@ class EngineThread(Rebuilder):
             return
         engine = self._engine
         assert engine is not None
-        idle = not engine.busy
-        if idle and not self._measured and self._commands.empty():
-            self._measure_baselines(engine)
-        self._obey(block=idle and self._measured)
+        if engine.busy:
+            self._obey(block=False)
+        else:
+            if self._rest_s <= 0 and self._commands.empty():
+                self._measure_baselines(engine)
+            self._rest()
         if engine.busy and self._order is None and not self._closing.is_set():
             self._step(engine)
 
@@ -222,7 +226,7 @@ class EngineThread(Rebuilder):
         built.engine.models.target.watch(partial(self._heed_loss, self._generation))
         self._calibration = built.calibration.summary
         self._measurements[load_key(config)] = (built.calibration, built.seconds)
-        self._baselines, self._measured = (), False
+        self._baselines, self._idle = (), IdleClock()
 
     def _heed_loss(self, generation: int, cause: str) -> None:
         """From any thread: the engine of `generation` cannot decode any more."""
@@ -239,9 +243,32 @@ class EngineThread(Rebuilder):
         else:
             self._set_state(EngineState.READY, "serving")
 
+    @property
+    def _engaged(self) -> bool:
+        """Whether somebody wants the engine for longer than its requests tell."""
+        return False
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds until the baselines may be measured."""
+        if self._state not in SERVING:
+            return math.inf
+        return self._idle.rest_s(time.monotonic(), self._config.baseline_interval, self._engaged)
+
+    def _rest(self) -> None:
+        """Waits for a command, or until the baselines may be measured."""
+        seconds = self._rest_s
+        if seconds <= 0:
+            self._obey(block=False)
+            return
+        self._beat_at = None
+        self._obey(block=True, seconds=seconds if seconds < threading.TIMEOUT_MAX else None)
+
     def _measure_baselines(self, engine: Engine) -> None:
         """Measures plain and chain decoding in an idle moment; gives way to requests and changes, not to looks."""
         from runtime.calibrate import measure_baselines
+
+        began = time.monotonic()
 
         def interrupted() -> bool:
             self._beat_at = time.monotonic()
@@ -258,10 +285,15 @@ class EngineThread(Rebuilder):
         except Exception as failure:  # speculation has nothing to be compared with then; serving goes on
             self._survive(engine, "measuring plain decoding", failure)
             measured = ()
-        self._measured = measured is not None
-        if measured:
+        now = time.monotonic()
+        if measured is None:
+            self._idle.gave_way(now)
+        elif measured:
+            self._idle.measured(now, now - began, self._config.baseline_interval)
             self._baselines = measured
             self._set_state(self._state, self._reason)
+        else:
+            self._idle.failed()
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -274,7 +306,7 @@ class EngineThread(Rebuilder):
         ) as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
             self._survive(engine, "a decode step", failure)
             return
-        self._beat_at = time.monotonic()
+        self._beat_at = self._idle.worked_at = time.monotonic()
         if stats is not None:
             self._publish(stats)
 
@@ -292,8 +324,6 @@ class EngineThread(Rebuilder):
     def _obey(self, block: bool, seconds: float | None = None) -> None:
         """Runs waiting commands; with `block`, waits for one, `seconds` at most."""
         with contextlib.suppress(queue.Empty):
-            if block and seconds is None:
-                self._beat_at = None
             while True:
                 command = self._commands.get(block, seconds)
                 block = False

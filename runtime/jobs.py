@@ -73,6 +73,8 @@ class JobContext(Generic[Parameters]):
     stopping: threading.Event
     """Set when the job is to end; for work in threads, which cannot be cancelled."""
     with_engine: WithEngine | None = None
+    author: str = "local"
+    """Who started it."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,11 @@ class Jobs:
 
     @property
     def holder(self) -> str:
-        """The job that keeps others out, in words; empty if there is none."""
-        held = next((each.job for each in tuple(self._running.values()) if each.kind.exclusive), None)
-        if held is None:
+        """The job that keeps others out, in words; empty if there is none, or to what that job does itself."""
+        running = next((each for each in tuple(self._running.values()) if each.kind.exclusive), None)
+        if running is None or running.thread is threading.current_thread():
             return ""
+        held = running.job
         since = time.strftime("%H:%M:%S", time.localtime(held.started_at_s))
         return f"{held.id}, started by {plain(held.holder)} at {since}, is running"
 
@@ -255,6 +258,7 @@ class Jobs:
             report=lambda progress, text: self._report(running, progress, text),
             stopping=running.stopping,
             with_engine=self._with_engine,
+            author=running.job.holder,
         )
         self._change(running, state="running")
         work = asyncio.ensure_future(running.kind.run(context))
@@ -263,8 +267,8 @@ class Jobs:
         try:
             outcome = await work
             self._end(running, "done", outcome.text, outcome.result)
-        except asyncio.CancelledError:
-            self._end(running, "cancelled", running.why)
+        except asyncio.CancelledError as ended:
+            self._end(running, "cancelled", "; ".join((running.why, *map(str, ended.args))))
         except RuntimeFault as fault:
             self._end(running, "failed", str(fault))
         except Exception as failure:  # told as the job's end; the runtime goes on

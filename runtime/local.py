@@ -31,6 +31,10 @@ from runtime.interface import (
     RuntimeBusy,
     RuntimeFault,
     RuntimeUnavailable,
+    SnapshotComparison,
+    SnapshotPage,
+    Snapshots,
+    SnapshotView,
     Status,
     TreeTrace,
     WatchEvent,
@@ -58,22 +62,41 @@ from runtime.watching import Watcher
 if TYPE_CHECKING:
     from runtime.config import RuntimeConfig
     from runtime.scheduler import Scheduler
+    from runtime.snapshot_port import Keep, Keeper
 
 T = TypeVar("T")
 
 BUSY_RETRY_AFTER_S = 10.0
+KEEP_S = 2.0
+"""Longest that the report of a change waits for the snapshot of what ran before it."""
 
 
 class LocalRuntime(EngineThread):
     """Runtime over an engine thread."""
 
     def __init__(
-        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+        self,
+        config: RuntimeConfig,
+        degraded: str | None = None,
+        origins: Mapping[str, str] | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        """As `EngineThread`."""
+        """As `EngineThread`; `keeper` keeps snapshots of it, None: nothing does."""
+        self._keeper = keeper
+        self._keeping: set[asyncio.Task[str]] = set()
+        """Automatic snapshots being saved; a loop keeps no reference to its tasks."""
+        kinds = (*ENGINE_JOBS, *ADVICE_JOBS, *(keeper.jobs if keeper is not None else ()))
+        self.job_board = Jobs(self, kinds, self._publish, self._call)
         super().__init__(config, degraded, origins)
         self._last_good = LastGood()
-        self.job_board = Jobs(self, (*ENGINE_JOBS, *ADVICE_JOBS), self._publish, self._call)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        return NoSnapshots() if self._keeper is None else self._keeper.snapshots
+
+    @property
+    def _engaged(self) -> bool:
+        return bool(self.job_board.holder)
 
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)
@@ -221,8 +244,25 @@ class LocalRuntime(EngineThread):
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
         answer: Future[ChangeReport] = Future()
+        keep = await self._look(plan)
         await self._call(lambda _: self._take_order(plan, revision, author, answer))
-        return await asyncio.wrap_future(answer)
+        if keep is None:
+            return await asyncio.wrap_future(answer)
+        changed = ", ".join(each.field for each in plan.changes)
+        keeping = asyncio.create_task(keep(f"{changed}, changed by {author}"))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        report = await asyncio.wrap_future(answer)
+        await asyncio.wait({keeping}, timeout=KEEP_S)
+        kept = keeping.result() if keeping.done() else "what ran before is still being kept as a snapshot"
+        return report.model_copy(update={"kept": kept})
+
+    async def _look(self, plan: ChangePlan) -> Keep | None:
+        """What runs, taken down before `plan` has it replaced; None where nothing is replaced or kept."""
+        rebuilds = any(each.effect == "rebuild" for each in plan.changes)
+        if self._keeper is None or not rebuilds or not self._config.auto_snapshot:
+            return None
+        return await self._keeper.look(self)
 
     def _take_order(self, plan: ChangePlan, revision: int, author: str, answer: Future[ChangeReport]) -> None:
         """In the engine's thread, where one change is complete before the next one is looked at."""
@@ -293,6 +333,22 @@ class LocalRuntime(EngineThread):
         self._obey(block=False)  # what came while the thread ended, so that no caller waits for ever
         for watcher in tuple(self._watchers):
             watcher.close()
+
+
+class NoSnapshots:
+    """Where nothing keeps snapshots."""
+
+    async def page(self, words: str = "", offset: int = 0, limit: int = 50) -> SnapshotPage:
+        raise self._nothing()
+
+    async def show(self, name: str) -> SnapshotView:
+        raise self._nothing()
+
+    async def diff(self, first: str, second: str = "latest") -> SnapshotComparison:
+        raise self._nothing()
+
+    def _nothing(self) -> RuntimeFault:
+        return RuntimeFault("this runtime keeps no snapshots; save them with: ddtree snapshot save")
 
 
 def _running(scheduler: Scheduler) -> int:

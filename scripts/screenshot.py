@@ -71,7 +71,7 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
 
     async with app.run_test(size=size) as pilot:
         await reached(pilot, app, ready, LOAD_S)
-        await pilot.press("m", "m")
+        await pilot.press("m", "m", "m")
         await ask(pilot, app)
         await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
         await snapshot(pilot, app, "chain, for comparison")

@@ -13,18 +13,19 @@
 
 from __future__ import annotations
 
-import calendar
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 
 from snapshots.annotate import headline
 from snapshots.content import Snapshot
 
-Kind = Literal["save", "rollback", "measure", "import", "merge"]
-KINDS: tuple[Kind, ...] = ("save", "rollback", "measure", "import", "merge")
+Kind = Literal["save", "auto", "rollback", "measure", "import", "merge"]
+"""auto: what ran before a change; measure: figures of an earlier commit; merge: two histories joined."""
+KINDS: tuple[Kind, ...] = ("save", "auto", "rollback", "measure", "import", "merge")
 FIRST_TRAILER = "DDTree-Schema: 1"
 _START = f"\n{FIRST_TRAILER}\n".encode()
 
@@ -163,9 +164,9 @@ def _stamp(time_s: float) -> str:
 
 def _time(stamp: str, otherwise: float) -> float:
     try:
-        whole, _, fraction = stamp.rstrip("Z").partition(".")
-        return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
-    except ValueError:
+        taken = datetime.fromisoformat(stamp)
+        return (taken if taken.tzinfo else taken.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         return otherwise
 
 

@@ -46,6 +46,9 @@ ROUTES = [
     ("POST", "/runtime/drain"),
     ("POST", "/runtime/stop"),
     ("POST", "/runtime/restart"),
+    ("GET", "/snapshots"),
+    ("GET", "/snapshots/diff"),
+    ("GET", "/snapshots/show"),
 ]
 
 
@@ -118,7 +121,7 @@ async def test_the_list_of_routes_above_is_complete() -> None:
         (method.upper(), path.replace("{request_id}", "x").replace("{job_id}", "x"))
         for path, methods in paths.items()
         for method in methods
-        if path.startswith("/runtime")
+        if path.startswith(("/runtime", "/snapshots"))
     }
     assert found == set(ROUTES)
 
