@@ -45,12 +45,19 @@ def measured_accept_lengths(loaded: Loaded) -> dict[int, float]:
     if loaded.drafter_path is None:
         return {}
     config = json.loads((loaded.drafter_path / "config.json").read_text(encoding="utf-8"))
-    table = (config.get("ddtree") or {}).get("measured", {}).get("accept_length", {})
     by_budget: dict[int, list[float]] = {}
-    for cells in table.values():
-        for name, value in cells.items():
-            if name.startswith("tree"):
-                by_budget.setdefault(int(name.removeprefix("tree")), []).append(float(value))
+    try:
+        for cells in config["ddtree"]["measured"]["accept_length"].values():
+            for name, value in cells.items():
+                if name.startswith("tree"):
+                    by_budget.setdefault(int(name.removeprefix("tree")), []).append(float(value))
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # a note of ours, which a drafter may have or not
+        return {}
     return {budget: statistics.fmean(values) for budget, values in by_budget.items()}
 
 

@@ -134,6 +134,8 @@ class RuntimeConfig(BaseModel):
         kind, optional = kind_of(cls.model_fields[str(info.field_name)])
         if isinstance(value, bool) and kind is not bool:
             raise ValueError("a truth value")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ValueError("more than any file or machine holds")
         if optional and isinstance(value, str):
             words = ("auto",) if kind is str else ("auto", "none")
             return None if value.strip().lower() in words else value
@@ -284,8 +286,9 @@ def _build(settings: list[_Setting]) -> RuntimeConfig:
 
 def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
     named = file or (Path(env["DDTREE_CONFIG"]) if env.get("DDTREE_CONFIG") else None)
-    path = (named or default_file(env)).expanduser()
+    path = named or default_file(env)
     try:
+        path = path.expanduser()
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except FileNotFoundError:
@@ -300,7 +303,15 @@ def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
         raise ConfigRejected(
             f"configuration file {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigRejected(
+            f"configuration file {path} is not TOML: brackets are nested too deeply"
+        ) from None
+    except RuntimeError:
+        raise ConfigRejected(
+            f"configuration file {path} is of a user without a home folder here; name another one"
+        ) from None
+    except ValueError as error:  # also a number of thousands of digits, which tomllib hands to int()
         raise ConfigRejected(f"configuration file {path} is not TOML: {error}") from None
     for name, value in values.items():
         line = _line_of(name, text)

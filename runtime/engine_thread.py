@@ -153,7 +153,10 @@ class EngineThread(Rebuilder):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(act(self._engine or self._parked))
+                held = self._engine or self._parked
+                if held is None:
+                    raise self._unavailable()
+                future.set_result(act(held))
             except Exception as failure:  # handed to the caller, who raises it
                 future.set_exception(failure)
 
@@ -180,6 +183,8 @@ class EngineThread(Rebuilder):
         watched = watch_log(self._publish)
         try:
             self._work()
+        except Exception as failure:  # nobody foresaw it: it is said, and nobody is left waiting for ever
+            self._give_up(stated(failure))
         finally:
             unwatch_log(watched)
 
@@ -330,6 +335,23 @@ class EngineThread(Rebuilder):
                 self._beat_at = time.monotonic()
                 if command is not None:
                     command()
+
+    def _give_up(self, error: RuntimeFault) -> None:
+        """Ends everything with `error`: the engine's thread cannot go on."""
+        self._fail(error)
+        for order in (self._rebuilding, self._order):
+            if order is not None and order.answer is not None and not order.answer.done():
+                order.fail(error)
+        for held in (self._engine, self._parked):
+            with contextlib.suppress(Exception):
+                if held is not None:
+                    held.cancel_all(str(error), "error")
+        if self._engine is not None:
+            with contextlib.suppress(Exception):
+                self._engine.loaded.close()
+        self._engine = self._parked = self._order = self._rebuilding = None
+        with contextlib.suppress(Exception):
+            self._obey(block=False)  # so that no caller waits for ever
 
     def _fail(self, error: RuntimeFault) -> None:
         self._load_error = error

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, Header, Query
 from pydantic import AfterValidator, Field
 
+from runtime.config import DEFAULT_MODEL
 from runtime.http_connection import EventStream, StrictRoute
 from runtime.http_errors import ApiError, error_body
 from runtime.http_events import (
@@ -293,10 +295,17 @@ def fault_body(fault: RuntimeFault) -> dict[str, Any]:
     return error_body(status, str(fault), field)
 
 
+def _is_path(value: str) -> bool:
+    """Also the bare name of what lies in the working folder, which a configuration file may use as a path."""
+    if value in (DEFAULT_MODEL, "none", "auto"):
+        return False
+    return "/" in value or "\\" in value or value.startswith((".", "~")) or os.path.lexists(value)
+
+
 def _refuse_paths(change: dict[str, Any]) -> None:
     for name in PATH_FIELDS:
         value = change.get(name)
-        if isinstance(value, str) and ("/" in value or "\\" in value or value.startswith((".", "~"))):
+        if isinstance(value, str) and _is_path(value):
             raise ConfigRejected(
                 f"{name}: a path is not set over HTTP; set it in the configuration of the server", name
             )

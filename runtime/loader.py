@@ -80,6 +80,7 @@ def inspect(config: RuntimeConfig, progress: Progress = lambda _share, _what: No
             allow_fetch=True,
             progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
         )
+        _check_dimensions(checkpoint)
         folder, drafter, reason = _drafter(config, checkpoint)
         tokenizer = checkpoint.load_tokenizer()
         _check_vocabularies(tokenizer, checkpoint, folder, drafter)
@@ -176,14 +177,19 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
     )
 
 
+def _check_dimensions(checkpoint: Checkpoint) -> None:
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if key not in checkpoint.config:
+            raise CheckpointError(f"{checkpoint.path}: config.json has no {key}; copy the model again")
+
+
 def _notes(folder: Path | None, digest: str | None) -> tuple[str, ...]:
     """A line where the drafter says that it was trained for a target of other bytes."""
     if folder is None or digest is None:
         return ()
-    trained = (json.loads((folder / "config.json").read_text(encoding="utf-8")).get("ddtree") or {}).get(
-        "target_digest"
-    )
-    if trained in (None, digest):
+    ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("ddtree")
+    trained = ours.get("target_digest") if isinstance(ours, dict) else None
+    if trained == digest or not isinstance(trained, str):
         return ()
     return (f"the drafter was trained for a target file {trained[:12]}..., this one is {digest[:12]}...",)
 

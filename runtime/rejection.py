@@ -117,4 +117,7 @@ def _number(value: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    return plain(value if isinstance(value, str) and value else repr(value))
+    try:
+        return plain(value if isinstance(value, str) and value else repr(value))
+    except (ValueError, RecursionError):  # repr() of a number of thousands of digits, or of lists in lists
+        return "a value too large to be shown"

@@ -162,7 +162,9 @@ async def measured(
         if not plan.allowed:
             raise _NotHere(plan.summary)
         if plan.changes:
-            await runtime.apply(wanted, plan.revision, "ddtree snapshot bisect")
+            report = await runtime.apply(wanted, plan.revision, "ddtree snapshot bisect")
+            if report.failure is not None:
+                raise _NotHere(report.failure)
             await live.wait_ready(runtime)
     return await live.standard_bench(runtime, under_load, progress)
 

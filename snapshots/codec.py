@@ -59,6 +59,15 @@ def to_files(snapshot: Snapshot, snapshot_id: str = "COMMIT") -> dict[str, bytes
 
 def from_files(files: Mapping[str, bytes]) -> Snapshot:
     """The snapshot that `files` hold; raises Unreadable naming the file that is missing or wrong."""
+    try:
+        return _from_files(files)
+    except Unreadable:
+        raise
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise Unreadable(f"the files are no snapshot: {_first(error)}") from None
+
+
+def _from_files(files: Mapping[str, bytes]) -> Snapshot:
     environment = _read_toml(files, ENVIRONMENT)
     about = environment.pop("snapshot", {})
     environment.pop("schema", None)
@@ -226,14 +235,17 @@ def _json(value: Mapping[str, Any]) -> bytes:
 def _read_toml(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(_taken(files, name).decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, no TOML, or numbers and brackets beyond all measure
         raise Unreadable(f"{name} cannot be read: {error}") from None
 
 
 def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         value = json.loads(_taken(files, name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(f"{name} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise Unreadable(f"{name} cannot be read: it is no object")

@@ -234,7 +234,9 @@ async def put_back(runtime: Runtime, config: dict[str, Any], author: str) -> str
         change = {name: value for name, value in config.items() if status.config.get(name) != value}
         if not change:
             return "what ran before still runs"
-        await runtime.apply(change, status.revision, author)
+        report = await runtime.apply(change, status.revision, author)
+        if report.failure is not None:
+            return f"and what ran before could not be put back: {report.failure}"
         await wait_ready(runtime)
     except (RuntimeFault, StoreFault) as fault:
         return f"and what ran before could not be put back: {fault}"

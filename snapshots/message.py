@@ -130,7 +130,7 @@ def parse(commit: str, parents: str, author: str, time_s: float, message: bytes)
     kind = trailers.pop("kind", "")
     if kind not in KINDS:
         return None
-    length = int(trailers.get("note-bytes", "0")) if trailers.get("note-bytes", "0").isdigit() else 0
+    length = int(found[0]) if (found := re.fullmatch("[0-9]{1,12}", trailers.get("note-bytes", ""))) else 0
     head = message.find(b"\n\n") + 2
     return Entry(
         commit=commit,

@@ -329,6 +329,8 @@ async def _apply(plan: Preview, runtime: Runtime) -> str:
     if not plan.change or plan.plan is None:
         return "the runtime runs these settings already"
     report = await runtime.apply(plan.change, plan.plan.revision, plan.options.author)
+    if report.failure is not None:  # the runtime has gone back by itself
+        raise StoreFault(report.failure)
     await live.wait_ready(runtime)
     return report.summary
 

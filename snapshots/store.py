@@ -220,7 +220,7 @@ class Store:
     def _remember(self, commit: str) -> None:
         """Note that a commit was made on this host, which a clone or a copy elsewhere does not tell."""
         with (self.place.state / _ledger()).open("a", encoding="ascii") as file:
-            file.write(f"{commit}\n")
+            file.write(f"\n{commit}\n")  # a full disk may have cut the line before
 
 
 def remote_url(runner: GitRunner, place: Place) -> str | None:

@@ -56,6 +56,7 @@ def test_where_the_load_changes_it_is_faster_than_any_fixed_setting(costs: Costs
         assert min(found) > 0, arm
 
 
+@pytest.mark.case("A24")
 def test_where_nothing_is_accepted_and_rows_are_dear_it_falls_back_to_plain_decoding() -> None:
     dear = Costs(base=0.010, row=0.004, free_rows=1, draft=0.008, draft_row=0.001)
     chooser = auto()

@@ -81,6 +81,7 @@ def gang_of(runtime: LocalRuntime) -> Gang:
     return runtime._engine.models.target.gang  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.case("E7")
 @pytest.mark.parametrize("family", FLIPS)
 async def test_streams_of_every_mode_over_flips_have_the_text_they_would_have_had(
     start: Start, family: str, monkeypatch: pytest.MonkeyPatch

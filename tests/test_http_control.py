@@ -209,9 +209,20 @@ async def test_of_two_changes_from_one_revision_exactly_one_is_applied() -> None
         assert [change["author"] for change in status["history"]] == [bodies[won]["author"]]
 
 
-async def test_paths_of_the_server_are_not_set_over_http() -> None:
+async def test_paths_of_the_server_are_not_set_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    paths = (
+        {"model": "/etc/passwd"},
+        {"drafter": "../x"},
+        {"model": "~/m"},
+        {"model": "a\\b"},
+        {"model": "here"},
+    )
     async with client() as http:
-        for change in ({"model": "/etc/passwd"}, {"drafter": "../x"}, {"model": "~/m"}, {"model": "a\\b"}):
+        for change in paths:
             for route, more in (("preview", {}), ("apply", {"revision": 1})):
                 answer = await http.post(f"/runtime/{route}", json={"change": change, **more})
                 assert answer.status_code == 400

@@ -197,6 +197,22 @@ class Breaking(FakeRuntime):
         return report
 
 
+async def test_a_change_that_the_runtime_took_back_itself_is_a_failed_rollback(store: Store) -> None:
+    class Refusing(FakeRuntime):
+        async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
+            if change.get("mode") != "off":
+                return await super().apply(change, revision, author)
+            line = "it failed: no memory; the configuration before it serves again"
+            return ChangeReport(revision=revision, applied=(), summary=line, failure="no memory")
+
+    runtime = Refusing(RuntimeConfig(tree_budget=8), round_s=0.001)
+    store.save(snapshot("bad", mode="off", model=DEFAULT_MODEL))
+    plan = await rollback.preview(store, "bad", runtime)
+    with pytest.raises(RollbackFailed, match="failed: no memory; what ran before"):
+        await rollback.perform(store, plan, runtime)
+    assert store.load("latest")[1].config["mode"] == "tree"
+
+
 @pytest.mark.parametrize("mode", ["off", "chain"])
 async def test_a_failed_change_is_taken_back(store: Store, mode: str) -> None:
     runtime = Breaking(RuntimeConfig(tree_budget=8), round_s=0.001)
