@@ -36,6 +36,7 @@ ELSEWHERE = {
         "tune",
         "Find the fastest mode and tree budget for this host and load.",
     ),
+    "engine": ("runtime.engine_commands", "engine_app", "Install SGLang beside the native engine, check it."),
     "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
     "snapshot": (
         "snapshots.commands",

@@ -229,7 +229,7 @@ def _run_case(engine: Engine, case: Case, prompts: list[dict[str, Any]], max_tok
     start = time.perf_counter()
     while engine.busy:
         stats = engine.step()
-        if stats is not None:
+        if stats is not None and stats.stage_s is not None:
             stages.append(stats.stage_s)
     wall = time.perf_counter() - start
     after_first = sum(event.stats.output_tokens - 1 for event in finished)

@@ -31,6 +31,7 @@ from runtime.interface import (
     StatusChanged,
     WatchEvent,
 )
+from runtime.last_good import PROOF_SECONDS
 from runtime.logs import LOGGER, set_level, start_logging, unwatch_log, watch_log
 from runtime.rebuild import (
     TICK_S,
@@ -102,6 +103,8 @@ class EngineThread:
         self._rebuilding: Order | None = None
         self._generation = 0
         """How many engines were built."""
+        self._up_at = 0.0
+        """When the engine came up (monotonic)."""
         self._lost: str | None = None
         """Why the engine cannot decode any more."""
         self._before = config
@@ -223,7 +226,8 @@ class EngineThread:
         order, self._order = self._order, None
         if order is None and self._lost is not None:
             self._say_error(f"{self._config.layout}: {self._lost}")
-            order = recovery(self._config, self._before, self._lost, self._revision)
+            proved = time.monotonic() - self._up_at >= PROOF_SECONDS
+            order = recovery(self._config, self._before, self._lost, self._revision, proved)
         if order is not None:
             self._rebuild(order)
             return
@@ -237,7 +241,7 @@ class EngineThread:
             self._step(engine)
 
     def _use(self, built: Built, config: RuntimeConfig) -> None:
-        self._engine = built.engine
+        self._engine, self._up_at = built.engine, time.monotonic()
         self._generation += 1
         built.engine.models.target.watch(partial(self._heed_loss, self._generation))
         self._calibration = built.calibration.summary
@@ -284,7 +288,7 @@ class EngineThread:
             return
         report = outcome.report(order, self._revision, time.monotonic() - began)
         if report.failure is None:
-            self._degraded = order.lost
+            self._degraded = order.lost if order.config != self._config else None
             self._install(order)
         self._serving()
         order.reply(report.model_copy(update={"revision": self._revision}))
@@ -357,6 +361,9 @@ class EngineThread:
                 self._obey(block=False)
             return False
 
+        if not engine.modes_by_request:
+            self._measured = True
+            return
         try:
             measured = measure_baselines(engine, interrupted)
         except EngineLost as lost:

@@ -240,7 +240,11 @@ async def _run_case(
     wall = time.perf_counter() - start
     stats = [event.stats for event in finished]
     decode_s = sum(each.decode_s or 0.0 for each in stats)
-    stages = [each.stage_s for each in rounds]
+    stages = [each.stage_s for each in rounds if each.stage_s is not None]
+    if rounds and not stages:
+        raise RuntimeFault(
+            "this engine does not tell where the time of a round goes; measure it from outside: ddtree bench --url"
+        )
     if decode_s <= 0.0 or not stages:
         raise RuntimeFault(
             "nothing was decoded after the first token; ask for longer answers or other prompts"

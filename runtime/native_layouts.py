@@ -8,10 +8,9 @@ parallelism; production speed on several GPUs is SGLang's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-Layout = Literal["single", "tp2", "ep2", "pp2", "tp2ep2"]
-NATIVE_LAYOUTS: tuple[Layout, ...] = ("single", "tp2", "ep2", "pp2", "tp2ep2")
+NATIVE_LAYOUTS = ("single", "tp2", "ep2", "pp2", "tp2ep2")
 RANKS = 2
 
 
