@@ -12,7 +12,9 @@ import typer
 
 from runtime.command_options import emit_json, tell
 
-engine_app = typer.Typer(help="SGLang: install it beside the native engine, check it, look at a server.", no_args_is_help=True)
+engine_app = typer.Typer(
+    help="SGLang: install it beside the native engine, check it, look at a server.", no_args_is_help=True
+)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Python = Annotated[
@@ -144,9 +146,7 @@ def _look(python: Path) -> dict[str, str]:
     done = subprocess.run([str(python), "-c", asked], capture_output=True, text=True)
     lines = done.stdout.split()
     if not lines:
-        tell(
-            f"{python} has no SGLang: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-        )
+        tell(f"{python} has no SGLang: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
         raise typer.Exit(1)
     reasons = [line for line in done.stderr.splitlines() if "DDTREE_CONSOLE" in line]
     state = "registered" if lines[-1] == "registered" else (reasons or ["the plugin did not register"])[-1]

@@ -131,8 +131,7 @@ def build(config: RuntimeConfig, known: Calibration | None, progress: Progress) 
         from runtime.sglang_engine import build_sglang
 
         began = time.monotonic()
-        engine, calibration = build_sglang(config, progress)
-        return Built(engine, calibration, time.monotonic() - began)
+        return Built(*build_sglang(config, progress), time.monotonic() - began)
     from runtime.calibrate import calibrate
     from runtime.engine import Engine
     from runtime.loader import load
@@ -283,7 +282,9 @@ def recovery(config: RuntimeConfig, before: RuntimeConfig, lost: str, revision: 
     if config.engine == "sglang":
         again = proved or before == config
         changes = () if again else _differences(config, before, lost)
-        wanted, degraded = (config, lost) if again else (before, f"{lost}; the configuration before it serves")
+        wanted, degraded = (
+            (config, lost) if again else (before, f"{lost}; the configuration before it serves")
+        )
         plan = ChangePlan(
             revision=revision, changes=changes, allowed=True, requests_running=0, unreached=0, summary=lost
         )
@@ -380,7 +381,7 @@ def continued(order: Order, config: RuntimeConfig) -> str:
 def load_key(config: RuntimeConfig) -> tuple[Any, ...]:
     """What a measured load time and budget hold for."""
     fields: Mapping[str, Any] = config.model_dump()
-    names = (
+    names: tuple[str, ...] = (
         "engine",
         "model",
         "drafter",

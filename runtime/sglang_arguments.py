@@ -33,10 +33,13 @@ def preset_of(layout: str) -> Preset:
         preset = load_library().preset(layout)
     except LayoutError as unknown:
         raise ConfigRejected(
-            f"layout: {unknown}; under engine = sglang give degrees such as tp8+ep8 or the name of a layout", "layout"
+            f"layout: {unknown}; under engine = sglang give degrees such as tp8+ep8 or the name of a layout",
+            "layout",
         ) from None
     if preset.engine != "sglang":
-        raise ConfigRejected(f"layout: {layout} is a layout of the native engine; set engine = native", "layout")
+        raise ConfigRejected(
+            f"layout: {layout} is a layout of the native engine; set engine = native", "layout"
+        )
     return preset
 
 

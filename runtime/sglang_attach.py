@@ -1,4 +1,4 @@
-"""Figures of an SGLang server that runs already, read from its `/server_info` and `/metrics`; nothing is changed there."""
+"""Figures of an SGLang server that runs already, read from `/server_info` and `/metrics`; nothing is changed."""
 
 from __future__ import annotations
 
@@ -85,13 +85,17 @@ async def _info(client: httpx.AsyncClient, base: str) -> dict[str, Any]:
     except httpx.HTTPError as failure:
         raise RuntimeUnavailable(f"{base} does not answer: {failure or type(failure).__name__}") from None
     if answer.status_code in (401, 403):
-        raise RuntimeUnavailable(f"{base} wants its API key (status {answer.status_code}); give it in SGLANG_API_KEY")
+        raise RuntimeUnavailable(
+            f"{base} wants its API key (status {answer.status_code}); give it in SGLANG_API_KEY"
+        )
     try:
         content = answer.json()
     except ValueError:
         content = None
     if answer.status_code != 200 or not isinstance(content, dict) or "internal_states" not in content:
-        raise RuntimeUnavailable(f"{base} is no SGLang server: /server_info gives status {answer.status_code}")
+        raise RuntimeUnavailable(
+            f"{base} is no SGLang server: /server_info gives status {answer.status_code}"
+        )
     return content
 
 
@@ -127,7 +131,8 @@ def figure_lines(figures: ServerFigures) -> list[str]:
     speculation = "plain decoding"
     if figures.algorithm is not None:
         width = shown(figures.num_draft_tokens)
-        speculation = f"{figures.algorithm}, {width} rows a verify pass, accept length {shown(figures.accept_length, '{:.2f}')}"
+        accept = shown(figures.accept_length, "{:.2f}")
+        speculation = f"{figures.algorithm}, {width} rows a verify pass, accept length {accept}"
     usage = None if figures.kv_usage is None else 100 * figures.kv_usage
     lines = [
         f"SGLang {shown(figures.version)} at {figures.url} (read only)",

@@ -31,8 +31,8 @@ def check_version(version: str) -> None:
     if version.partition("+")[0] in TESTED or os.environ.get(UNTESTED) == "1":
         return
     raise RuntimeError(
-        f"DDTREE_CONSOLE was not tested with SGLang {version}; tested: {', '.join(TESTED)}. Install one of these, or set "
-        f"{UNTESTED}=1 to try"
+        f"DDTREE_CONSOLE was not tested with SGLang {version}; tested: {', '.join(TESTED)}. Install one of these, or "
+        f"set {UNTESTED}=1 to try"
     )
 
 
@@ -72,7 +72,9 @@ def check_worker(worker: Any) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if mambaish_config(worker.model_runner.model_config) is not None:
-        raise RuntimeError("DDTREE_CONSOLE: the target has recurrent layers, whose state cannot follow a tree")
+        raise RuntimeError(
+            "DDTREE_CONSOLE: the target has recurrent layers, whose state cannot follow a tree"
+        )
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from runtime.sglang_plugin import HOOKED
@@ -83,7 +85,9 @@ def check_worker(worker: Any) -> None:
     runner = worker.draft_model_runner
     width = runner.spec_algorithm.get_num_tokens_per_req_for_target_verify(worker.shape.nodes, True)
     if width != worker.shape.block_size or worker.block_size != worker.shape.block_size:
-        raise RuntimeError(f"DDTREE_CONSOLE: the drafter runs {width} rows, its block has {worker.block_size}")
+        raise RuntimeError(
+            f"DDTREE_CONSOLE: the drafter runs {width} rows, its block has {worker.block_size}"
+        )
 
 
 def check_captured_mask(worker: Any) -> None:
@@ -104,7 +108,9 @@ def check_captured_mask(worker: Any) -> None:
         return
     spec_info = graphs.get_spec_info(graphs.captured_req_width)
     if backend.verify_mask is None or getattr(spec_info, "custom_mask", None) is None:
-        raise RuntimeError("DDTREE_CONSOLE: the verify graphs were captured without a mask; trees would be wrong")
+        raise RuntimeError(
+            "DDTREE_CONSOLE: the verify graphs were captured without a mask; trees would be wrong"
+        )
     if graphs.captured_req_width != worker.shape.nodes:
         raise RuntimeError(
             f"DDTREE_CONSOLE: verify graphs have {graphs.captured_req_width} rows, trees {worker.shape.nodes}"

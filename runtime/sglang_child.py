@@ -4,7 +4,7 @@
     python -m runtime.sglang_child check        arguments as JSON on stdin, what SGLang's parser makes of them on stdout
 
 Messages are bytes: one letter, then JSON. To here: `S` engine arguments, `N` a new request, `X` cancel one. From here:
-`R` ready, `A` answers of a step, `E` an error after which nothing comes. It imports SGLang and the standard library alone.
+`R` ready, `A` answers of a step, `E` an error after which nothing comes. Nothing but SGLang is imported.
 The process ends with its pipe, and all processes it started with it.
 """
 
@@ -20,7 +20,14 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-CHECKED = ("tp_size", "ep_size", "pp_size", "dp_size", "speculative_algorithm", "speculative_num_draft_tokens")
+CHECKED = (
+    "tp_size",
+    "ep_size",
+    "pp_size",
+    "dp_size",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+)
 """Arguments of which a check tells what the parser made of them."""
 
 

@@ -25,7 +25,7 @@ COLUMNS = 1024
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What is drafted: trees of `tree_budget` nodes, each with at most `ranks` children, over `block_size - 1` depths."""
+    """What is drafted: trees of `tree_budget` nodes, at most `ranks` children each, over `block_size - 1` depths."""
 
     block_size: int
     tree_budget: int

@@ -85,7 +85,8 @@ def prepare(config: RuntimeConfig) -> Prepared:
     """Checks `config` as far as files and this side tell; raises ConfigRejected naming the field."""
     if config.mode == "auto":
         raise ConfigRejected(
-            "mode: auto chooses round by round, SGLang's graphs are captured for one mode; use off, chain or tree", "mode"
+            "mode: auto chooses round by round, SGLang's graphs are captured for one mode; use off, chain or tree",
+            "mode",
         )
     pair = read_pair(config)
     if pair.checkpoint.gguf is not None:
@@ -99,8 +100,8 @@ def prepare(config: RuntimeConfig) -> Prepared:
     block = (config.block_size or drafter.block_size) if drafter else 1
     if config.mode == "tree" and 0 < budget < block - 1:
         raise ConfigRejected(
-            f"tree_budget: {budget} is below the draft horizon {block - 1}: SGLang's slots must hold the draft block; use "
-            f"{block - 1} or more, 0, or a smaller block_size",
+            f"tree_budget: {budget} is below the draft horizon {block - 1}: SGLang's slots must hold the draft block; "
+            f"use {block - 1} or more, 0, or a smaller block_size",
             "tree_budget",
         )
     return Prepared(pair, launch_of(config, pair, budget, block), budget)
@@ -120,7 +121,9 @@ def build_sglang(config: RuntimeConfig, progress: Progress) -> tuple[SglangEngin
     pair, folder = prepared.pair, environment_folder().parent
     folder.mkdir(parents=True, exist_ok=True)
     progress(0.1, "starting SGLang")
-    process = SglangProcess(prepared.launch, folder, lambda: progress(0.3, "SGLang loads and captures its graphs"))
+    process = SglangProcess(
+        prepared.launch, folder, lambda: progress(0.3, "SGLang loads and captures its graphs")
+    )
     try:
         cache = KVCache(RemotePool(torch.device("cpu")), None, pair.limits.kv_slots, torch.device("cpu"))
         block = pair.drafter_config.block_size if pair.drafter_config else 1
@@ -168,12 +171,15 @@ class SglangEngine(Engine):
     def submit(self, request: GenerateRequest, sink: Sink) -> str:
         """As the native engine's; also raises RequestRejected for a mode or budget other than the captured one."""
         now = self._playing
-        fixed = "is the same for all requests under engine = sglang; leave it out, or change the configuration"
+        fixed = (
+            "is the same for all requests under engine = sglang; leave it out, or change the configuration"
+        )
         if request.mode is not None and request.mode != now.mode:
             raise RequestRejected(f"mode: {request.mode} was asked for, {now.mode} runs; it {fixed}", "mode")
         if request.tree_budget not in (None, now.tree_budget):
             raise RequestRejected(
-                f"tree_budget: {request.tree_budget} was asked for, {now.tree_budget} runs; it {fixed}", "tree_budget"
+                f"tree_budget: {request.tree_budget} was asked for, {now.tree_budget} runs; it {fixed}",
+                "tree_budget",
             )
         return super().submit(request, sink)
 
@@ -190,8 +196,8 @@ class SglangEngine(Engine):
         for name, wanted in refused.items():
             if wanted:
                 raise RequestRejected(
-                    f"{name}: SGLang cannot apply it in the same way with and without speculation; leave it out, or use "
-                    "engine = native",
+                    f"{name}: SGLang cannot apply it in the same way with and without speculation; leave it out, or "
+                    "use engine = native",
                     name,
                 )
 
@@ -296,7 +302,9 @@ class SglangEngine(Engine):
         sequence.rounds = int(rounds)
         sequence.num_correct_drafts = max(0, sequence.num_outputs - 1 - sequence.rounds)
         if histogram:
-            running.accepts = Counter({drafts + 1: int(count) for drafts, count in enumerate(histogram) if count})
+            running.accepts = Counter(
+                {drafts + 1: int(count) for drafts, count in enumerate(histogram) if count}
+            )
             if arriving and sequence.rounds:
                 running.accepts[arriving] -= 1
 

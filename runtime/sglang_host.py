@@ -129,7 +129,9 @@ def _checked(python: Path, arguments: str, environment: tuple[tuple[str, str], .
         )
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        raise ConfigRejected(f"engine: SGLang's parser gave no answer within {CHECK_S:g} s", "engine") from None
+        raise ConfigRejected(
+            f"engine: SGLang's parser gave no answer within {CHECK_S:g} s", "engine"
+        ) from None
     except ValueError:
         words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigRejected(f"engine: {launch.python} cannot run SGLang: {words}", "engine") from None
@@ -266,9 +268,8 @@ class SglangProcess:
         except (EOFError, OSError, TypeError):
             pass
         if not self._closing.is_set():
-            self.lost = f"SGLang ended: {cause or self._last_words()}"
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            words = self._last_words()
+            self.lost = f"SGLang ended: {cause or words}"
             self._on_lost(self.lost)
         self._arrived.set()
 
@@ -281,9 +282,12 @@ class SglangProcess:
                 LOGGER.debug("sglang: %s", text)
 
     def _last_words(self) -> str:
-        """What it printed last that tells of an error, else how it ended."""
+        """What it printed last that tells of an error, else how it ended; what is left of it is ended first."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._logger.join(2.0)
         told = [line for line in self._printed if CAUSE.match(line)]
         for line in self._printed:
             LOGGER.warning("sglang: %s", line)

@@ -93,9 +93,7 @@ def choose(logits: Tensor, sampling: Any, positions: Tensor, nodes: int) -> Tens
 
 def is_simple(sampling: Any) -> bool:
     """True where SGLang's sampler filters nothing; then, and only then, its noise belongs to the token id."""
-    return not (
-        sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling
-    )
+    return not (sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling)
 
 
 def accept(tree: DraftTree, choices: Tensor, block_size: int) -> Accepted:

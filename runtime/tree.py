@@ -151,12 +151,10 @@ def accept_path(tree: DraftTree, target_token_ids: Tensor, sizes: Seq[int] | Non
     return [[i for i, kept in enumerate(row) if kept] for row in accepted.tolist()]
 
 
-def accepted_nodes(
-    token_ids: Tensor, parents: Tensor, mask: Tensor, target_token_ids: Tensor
-) -> Tensor:
+def accepted_nodes(token_ids: Tensor, parents: Tensor, mask: Tensor, target_token_ids: Tensor) -> Tensor:
     """Bool `[batch, nodes]`: the target chose this node's token at its parent, and so for all its ancestors.
 
-    `token_ids`, `parents` and `target_token_ids` are `[batch, nodes]`, `mask` the ancestor mask `[batch, nodes, nodes]`.
+    `token_ids`, `parents` and `target_token_ids` are `[batch, nodes]`, `mask` the ancestor mask.
     """
     chosen = target_token_ids.gather(1, parents) == token_ids
     chosen[:, 0] = True

@@ -2,7 +2,7 @@
 
     python scripts/sglang_gpu.py PART --target FOLDER --drafter FOLDER [--out DIR] [...]
 
-    speed       plain, stock DFLASH and trees of each width; concurrency and temperature; accept length, ms a step, tok/s
+    speed       plain, stock DFLASH and trees of each width; concurrency, temperature; accept length, ms a step, tok/s
     same        texts of trees against plain ones, token by token, by the near-tie rule
     captured    graphs against eager, and the negative control: a mask that lets every node see every other one
     soak        thousands of steps with requests that come, go and are aborted; then nothing may be left over
@@ -78,7 +78,9 @@ def bring_plugin(control: bool = False) -> None:
         information = folder / "control" / "ddtree_negative_control-1.dist-info"
         information.mkdir(parents=True)
         (information.parent / "ddtree_negative_control.py").write_text(CONTROL)
-        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-negative-control\nVersion: 1\n")
+        (information / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: ddtree-negative-control\nVersion: 1\n"
+        )
         (information / "entry_points.txt").write_text(
             "[sglang.srt.plugins]\ncontrol = ddtree_negative_control:register\n"
         )
@@ -138,7 +140,8 @@ def sampling(temperature: float, tokens: int, seed: int = 0) -> dict[str, Any]:
 async def _one(engine: Any, ids: list[int], settings: dict[str, Any]) -> dict[str, Any]:
     """One request with the times at which its tokens came."""
     began, first, last, answer = time.perf_counter(), None, None, {}
-    async for answer in await engine.async_generate(input_ids=ids, sampling_params=settings, stream=True):
+    async for chunk in await engine.async_generate(input_ids=ids, sampling_params=settings, stream=True):
+        answer = chunk
         last = time.perf_counter()
         first = first or last
     meta = answer["meta_info"]
@@ -221,7 +224,9 @@ def same(options: argparse.Namespace, out: Out) -> None:
         out("tau", value=tau)
         for (arm, temperature), found in texts.items():
             if temperature == 0.0:
-                gaps = [gap for ids, text in zip(prompts, found, strict=True) for gap in _gaps(engine, ids, text)]
+                gaps = [
+                    gap for ids, text in zip(prompts, found, strict=True) for gap in _gaps(engine, ids, text)
+                ]
                 over = [gap for gap in gaps if gap > tau]
                 ties = sum(0 < gap <= tau for gap in gaps)
                 out("near_ties", arm=arm, tokens=len(gaps), ties=ties, per_hundred=round(100 * ties / len(gaps), 3),
@@ -343,7 +348,11 @@ def native(options: argparse.Namespace, out: Out) -> None:
     from runtime.loader import load
 
     config = RuntimeConfig(
-        model=options.target, drafter=options.drafter, device="cuda", max_concurrency=32, max_seq_len=options.context
+        model=options.target,
+        drafter=options.drafter,
+        device="cuda",
+        max_concurrency=32,
+        max_seq_len=options.context,
     )
     engine = Engine(load(config), config, default_budget=31)
     for name, prompts in prompt_ids(options).items():
@@ -351,19 +360,30 @@ def native(options: argparse.Namespace, out: Out) -> None:
             for temperature in (0.0, 1.0):
                 for at_once in map(int, options.concurrency.split(",")):
                     ends: list[Any] = []
+
+                    def keep(event: Any, ends: list[Any] = ends) -> None:
+                        if isinstance(event, RequestFinished):
+                            ends.append(event)
+
                     began = time.perf_counter()
                     for number, ids in enumerate((prompts * at_once)[: max(len(prompts), 2 * at_once)]):
-                        wanted = SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=number)
+                        wanted = SamplingParams(
+                            max_tokens=options.tokens, temperature=temperature, seed=number
+                        )
                         asked = GenerateRequest(
                             prompt_token_ids=tuple(ids), sampling=wanted, mode=mode, tree_budget=budget or None,
                             reuse_prefix=False)  # fmt: skip
-                        engine.submit(asked, lambda e: ends.append(e) if isinstance(e, RequestFinished) else None)
+                        engine.submit(asked, keep)
                         while len(engine.requests()) >= at_once:
                             engine.step()
                     while engine.busy:
                         engine.step()
                     answers = [
-                        {"tokens": e.stats.output_tokens, "rounds": e.stats.rounds, "decode_s": e.stats.decode_s or 0}
+                        {
+                            "tokens": e.stats.output_tokens,
+                            "rounds": e.stats.rounds,
+                            "decode_s": e.stats.decode_s or 0,
+                        }
                         for e in ends
                     ]
                     out("native", mode=mode, budget=budget, set=name, temperature=temperature, concurrency=at_once,
@@ -410,7 +430,9 @@ PARTS = {each.__name__: each for each in (speed, same, captured, control, soak, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--target", required=True, help="Hugging Face folder (ddtree model convert)")
     parser.add_argument("--drafter", default=str(ROOT / "runtime/drafters/smollm2-135m-instruct"))

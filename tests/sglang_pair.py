@@ -1,4 +1,4 @@
-"""A tiny target and a drafter trained on its own continuations, so that drafts are accepted; both as SGLang loads them."""
+"""A tiny target and a drafter trained on its own continuations, so that drafts are accepted; as SGLang loads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.train_blocks import BlockTrainer
 BLOCK, TAPS = 6, (0, 1)
 PROMPTS = tuple(prompt_of(length, seed=3) for length in (5, 9, 14, 23))
 """Unequal lengths."""
-KNOWN_TOKENS = 96
+KNOWN_TOKENS = 72
 """Tokens of each continuation that the drafter has seen."""
 CPU = torch.device("cpu")
 
@@ -28,10 +28,18 @@ class TrainedPair:
     drafter: Path
 
 
-def write_trained_pair(folder: Path, steps: int = 700) -> TrainedPair:
+def write_trained_pair(folder: Path, steps: int = 600) -> TrainedPair:
     """Writes the pair in bfloat16. The drafter is trained until it is often right, not always."""
     target = write_target(
-        folder / "target", "llama", hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=512
+        folder / "target",
+        "llama",
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
     )
     _round(target)
     drafter = write_drafter(
@@ -40,10 +48,13 @@ def write_trained_pair(folder: Path, steps: int = 700) -> TrainedPair:
         block_size=BLOCK,
         taps=TAPS,
         head_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         intermediate_size=96,
         architectures=["DFlashDraftModel"],
         model_type="qwen3",
-        layer_types=["full_attention"] * 2,
+        layer_types=["full_attention"],
         hidden_act="silu",
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -82,7 +93,9 @@ def _train(target: Path, drafter: Path, steps: int) -> None:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    save_file({name: value.detach() for name, value in made.state_dict().items()}, drafter / "model.safetensors")
+    save_file(
+        {name: value.detach() for name, value in made.state_dict().items()}, drafter / "model.safetensors"
+    )
 
 
 @torch.no_grad()

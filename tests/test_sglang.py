@@ -1,4 +1,4 @@
-"""The SGLang engine behind the Runtime interface, with trees from the plugin: a real SGLang on a CPU, a tiny trained pair.
+"""The SGLang engine behind the Runtime interface, trees from the plugin: a real SGLang on a CPU, a tiny trained pair.
 
 SGLang's kernels run under Triton's interpreter there, so these tests take minutes: `make test-sglang` runs them with
 `SGLANG_TEST_PYTHON`; elsewhere they are skipped.
@@ -67,6 +67,13 @@ def cpu_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         "TRANSFORMERS_OFFLINE": "1",
     }.items():
         monkeypatch.setenv(name, value)
+    layouts = Path(os.environ["XDG_CONFIG_HOME"]) / "ddtree" / "layouts"
+    layouts.mkdir(parents=True, exist_ok=True)
+    (layouts / "interpreted.toml").write_text(
+        'name = "interpreted"\ntitle = "fewer programs for the interpreter"\nengine = "sglang"\n'
+        "[arguments]\ntriton-attention-num-kv-splits = 1\n",
+        encoding="utf-8",
+    )
 
 
 @pytest.fixture
@@ -86,6 +93,7 @@ async def start(pair: Any, cpu_sglang: None) -> AsyncIterator[Start]:
 def sglang_settings() -> dict[str, Any]:
     return {
         "engine": "sglang",
+        "layout": "interpreted",
         "sglang_python": PYTHON,
         "dtype": "bfloat16",
         "tree_budget": BUDGET,
@@ -117,13 +125,13 @@ def ids(ends: list[RequestFinished]) -> list[tuple[int, ...]]:
 
 async def test_every_mode_gives_the_plain_text_and_trees_are_accepted(start: Start) -> None:
     runtime = await start(mode="off")
-    plain = ids(await texts(runtime, 64))
-    sampled = ids(await texts(runtime, 20, temperature=0.9, seed=5))
-    filtered = ids(await texts(runtime, 12, temperature=0.9, seed=5, top_p=0.8))
+    plain = ids(await texts(runtime, 28))
+    sampled = ids(await texts(runtime, 8, temperature=0.9, seed=5))
+    filtered = ids(await texts(runtime, 5, temperature=0.9, seed=5, top_p=0.8))
     for mode in ("tree", "chain"):
         report = await apply(runtime, {"mode": mode})
         assert report.failure is None
-        ends = await texts(runtime, 64)
+        ends = await texts(runtime, 28)
         assert ids(ends) == plain, mode
         rounds = sum(end.stats.rounds for end in ends)
         accepted = sum(end.stats.output_tokens - 1 for end in ends) / rounds
@@ -132,8 +140,8 @@ async def test_every_mode_gives_the_plain_text_and_trees_are_accepted(start: Sta
         counts = [end.stats.accept_counts for end in ends]
         assert all(sum(each) == end.stats.rounds for each, end in zip(counts, ends, strict=True))
         assert sum(each[1] for each in counts if len(each) > 1) > 0, "some rounds must accept nothing"
-        assert ids(await texts(runtime, 20, temperature=0.9, seed=5)) == sampled, mode
-        assert ids(await texts(runtime, 12, temperature=0.9, seed=5, top_p=0.8)) == filtered, mode
+        assert ids(await texts(runtime, 8, temperature=0.9, seed=5)) == sampled, mode
+        assert ids(await texts(runtime, 5, temperature=0.9, seed=5, top_p=0.8)) == filtered, mode
     description = await runtime.describe()
     assert description.engine == "sglang" and any("SGLang 0.5" in note for note in description.notes)
 
@@ -142,12 +150,12 @@ async def test_many_rounds_of_compaction_leave_the_text_as_it_is(start: Start) -
     from sglang_pair import PROMPTS
 
     runtime = await start(mode="tree")
-    whole = (await collect(runtime, request_of(PROMPTS[0], 200)))[-1]
-    assert whole.reason == "length" and whole.stats.rounds >= 40
+    whole = (await collect(runtime, request_of(PROMPTS[0], 120)))[-1]
+    assert whole.reason == "length" and whole.stats.rounds >= 20
     # Its end, computed anew from a prefill of all that went before, is the same.
-    known = PROMPTS[0] + whole.token_ids[:160]
-    again = (await collect(runtime, request_of(known, 40)))[-1]
-    assert again.token_ids == whole.token_ids[160:]
+    known = PROMPTS[0] + whole.token_ids[:96]
+    again = (await collect(runtime, request_of(known, 24)))[-1]
+    assert again.token_ids == whole.token_ids[96:]
 
 
 async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: Start) -> None:
@@ -183,21 +191,24 @@ async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: St
 async def test_native_to_sglang_and_back_under_a_running_request(start: Start) -> None:
     from sglang_pair import PROMPTS
 
-    runtime = await start(engine="native", mode="tree")
-    alone = (await collect(runtime, request_of(PROMPTS[0], 150)))[-1]
+    runtime = await start(engine="native", layout="single", mode="tree")
+    alone = (await collect(runtime, request_of(PROMPTS[0], 90)))[-1]
     for engine in ("sglang", "native"):
-        streaming = asyncio.create_task(collect(runtime, request_of(PROMPTS[0], 150)))
+        streaming = asyncio.create_task(collect(runtime, request_of(PROMPTS[0], 90)))
         await settle(lambda: streams(runtime, 3), 120)
-        report = await apply(runtime, {"engine": engine})
+        layout = "interpreted" if engine == "sglang" else "single"
+        report = await apply(runtime, {"engine": engine, "layout": layout})
         assert report.failure is None and report.carried == 1, report.summary
         status = await runtime.status()
         assert status.state is EngineState.READY and status.config["engine"] == engine
         end = (await streaming)[-1]
-        assert end.reason == "length" and len(end.token_ids) == 150
+        assert end.reason == "length" and len(end.token_ids) == 90
         assert engine in str(end.stats.continued)
         # Greedy text is the target's own in both engines, near-ties apart.
-        same = next((i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b), 150)
-        print(f"{engine}: the first difference is at {same} of 150")
+        same = next(
+            (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b), 90
+        )
+        print(f"{engine}: the first difference is at {same} of 90")
     assert not children("sglang")
 
 
@@ -237,8 +248,10 @@ async def test_a_killed_scheduler_loses_no_request_and_sglang_comes_back(start: 
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in before)
 
 
-async def test_what_does_not_come_up_leaves_the_engine_before_it(start: Start, pair: Any, tmp_path: Path) -> None:
-    runtime = await start(engine="native", mode="tree")
+async def test_what_does_not_come_up_leaves_the_engine_before_it(
+    start: Start, pair: Any, tmp_path: Path
+) -> None:
+    runtime = await start(engine="native", layout="single", mode="tree")
     broken = tmp_path / "broken"
     shutil.copytree(pair.drafter, broken)
     (broken / "model.safetensors").write_bytes(b"no weights")

@@ -207,8 +207,9 @@ def test_versions_that_were_not_tested_are_refused_with_the_list() -> None:
 
 # Looking at a server that runs already
 
-INFO = """{"version": "0.5.18", "model_path": "/m", "speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 16,
-"attention_backend": "triton", "tp_size": 8, "ep_size": 1, "internal_states": [{"avg_spec_accept_length": 3.5,
+INFO = """{"version": "0.5.18", "model_path": "/m", "speculative_algorithm": "DFLASH",
+"speculative_num_draft_tokens": 16, "attention_backend": "triton", "tp_size": 8, "ep_size": 1, 
+"internal_states": [{"avg_spec_accept_length": 3.5,
 "last_gen_throughput": 80.5}]}"""
 METRICS = """# TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{tp_rank="0"} 3.0

@@ -238,7 +238,9 @@ def test_the_path_by_depth_is_the_accepted_path_and_then_the_depth_itself(
     valid = torch.arange(tree.token_ids.shape[1]) < tree.sizes.unsqueeze(1)
     accepted = accepted_nodes(tree.token_ids, tree.parents, tree.ancestor_mask, choices) & valid
     paths, lengths = path_by_depth(accepted, tree.depths, horizon + 1)
-    for path, length, expected in zip(paths.tolist(), lengths.tolist(), accept_path(tree, choices), strict=True):
+    for path, length, expected in zip(
+        paths.tolist(), lengths.tolist(), accept_path(tree, choices), strict=True
+    ):
         assert path[:length] == expected
         assert path[length:] == list(range(length, horizon + 1))
 

@@ -35,7 +35,9 @@ def test_a_spawned_process_has_the_algorithm_with_its_answers() -> None:
     process.join()
 
 
-def test_a_release_that_was_not_tested_is_refused_with_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_was_not_tested_is_refused_with_the_tested_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(RuntimeError, match="not tested with SGLang 0.9.1; tested: 0.5.17, 0.5.18"):
         sglang_checks.check_version("0.9.1")
     sglang_checks.check_version("0.5.18+cu130")
@@ -232,7 +234,10 @@ def sampling(temperature: float, **changes: object) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("changes", [{}, {"need_top_p_sampling": True, "top_ps": torch.full((2,), 0.8)}])
 def test_every_node_chooses_what_plain_decoding_would_at_its_position(changes: dict) -> None:
-    from sglang.srt.layers.sampler import sampling_from_probs_torch, top_k_top_p_min_p_sampling_from_probs_torch
+    from sglang.srt.layers.sampler import (
+        sampling_from_probs_torch,
+        top_k_top_p_min_p_sampling_from_probs_torch,
+    )
 
     from runtime.sglang_verify import choose
 

@@ -1,4 +1,4 @@
-"""A stand-in for SGLang with the few names the adapter's child uses: tokens come from a formula, everything else is real.
+"""A stand-in for SGLang with the few names the adapter's child uses; tokens come from a formula, all else is real.
 
 It lets the adapter (processes, pipe, streams, cancelling, losses) be tested in seconds and anywhere; what SGLang itself
 does is tested in its own environment.

@@ -1,7 +1,29 @@
-KNOWN = """model_path tp_size ep_size pp_size dp_size device dtype context_length max_running_requests skip_tokenizer_init
-attention_backend sampling_backend grammar_backend disable_radix_cache stream_interval random_seed log_level
-disable_cuda_graph max_total_tokens speculative_algorithm speculative_draft_model_path speculative_dflash_block_size
-speculative_num_draft_tokens trust_remote_code""".split()
+KNOWN = [
+    "model_path",
+    "tp_size",
+    "ep_size",
+    "pp_size",
+    "dp_size",
+    "device",
+    "dtype",
+    "context_length",
+    "max_running_requests",
+    "skip_tokenizer_init",
+    "attention_backend",
+    "sampling_backend",
+    "grammar_backend",
+    "disable_radix_cache",
+    "stream_interval",
+    "random_seed",
+    "log_level",
+    "disable_cuda_graph",
+    "max_total_tokens",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_dflash_block_size",
+    "speculative_num_draft_tokens",
+    "trust_remote_code",
+]
 
 
 class ServerArgs:
