@@ -104,6 +104,13 @@ def prepare(config: RuntimeConfig) -> Prepared:
             f"use {block - 1} or more, 0, or a smaller block_size",
             "tree_budget",
         )
+    layers = int(pair.checkpoint.config["num_hidden_layers"])
+    if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
+        raise ConfigRejected(
+            f"drafter: {pair.drafter_path} is fed with the target's last layer (target_layer_ids "
+            f"{list(drafter.target_layer_ids)} of {layers} layers), which SGLang does not hand over; use engine = native",
+            "drafter",
+        )
     return Prepared(pair, launch_of(config, pair, budget, block), budget)
 
 
