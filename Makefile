@@ -4,7 +4,7 @@
 # For a CPU-only or mirrored torch, set pip's own variables, for example PIP_FIND_LINKS=FOLDER.
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-sglang lint bench-check serve-check clean
+.PHONY: help run test test-sglang lint bench-check serve-check tune-check auto-check faults soak fuzz coverage cases clean
 .DELETE_ON_ERROR:
 
 venv_python := .venv/bin/python
@@ -17,6 +17,13 @@ help:
 	@echo "make lint         run ruff, mypy and the import contracts"
 	@echo "make bench-check  check speed and memory on this machine (it should be idle)"
 	@echo "make serve-check  check what serving over HTTP costs on this machine"
+	@echo "make tune-check   check tune against exhaustive search (idle machine, 10 minutes)"
+	@echo "make auto-check   check auto mode against fixed settings (idle machine, 10 minutes)"
+	@echo "make faults       days under faults (SCHEDULES=500), FIRST=0 is the first seed"
+	@echo "make soak         one server for MINUTES=120, and whether it holds more at the end"
+	@echo "make fuzz         spoilt input for every reader, MINUTES=10 each, SEED=0"
+	@echo "make coverage     the tests again, with the lines of runtime, snapshots, layouts that none ran"
+	@echo "make cases        write tests/CASES.md anew"
 	@echo "make clean        remove the environment and all caches of this folder"
 
 .venv/created:
@@ -74,6 +81,33 @@ serve-check: .venv/installed-dev
 	@$(venv_python) -m console model fetch
 	@$(venv_python) scripts/serve_check.py
 
+tune-check: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) scripts/tune_check.py
+
+auto-check: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@$(venv_python) scripts/auto_check.py
+
+faults: .venv/installed-dev
+	@$(venv_python) scripts/faults.py --schedules $(or $(SCHEDULES),500) --first $(or $(FIRST),0)
+
+soak: .venv/installed-dev
+	@$(venv_python) scripts/faults.py --soak --minutes $(or $(MINUTES),120)
+
+fuzz: .venv/installed-dev
+	@$(venv_python) scripts/fuzz.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+
+coverage: .venv/installed-dev
+	@$(venv_python) -m console model fetch
+	@rm -f .coverage .coverage.*
+	@$(venv_python) -m coverage run -m pytest -n 0
+	@$(venv_python) -m coverage combine --quiet
+	@$(venv_python) -m coverage report --show-missing
+
+cases: .venv/installed-dev
+	@$(venv_python) scripts/cases.py
+
 clean:
-	rm -rf .venv .venv-sglang build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang build dist *.egg-info .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ from textual.widgets import Input
 
 from console import messages
 from console.answer_orders import AnswerOrders
-from console.archive import Archive
+from console.archive_served import archive_of
 from console.bench_orders import BenchOrders
 from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step
@@ -42,7 +42,7 @@ from console.log_screen import LogScreen
 from console.preferences import PreferenceFile
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
-from console.proposals import propose
+from console.proposals import propose, undo
 from console.request_orders import RequestOrders
 from console.snapshots_dialogs import SaveDialog
 from console.snapshots_screen import SnapshotsScreen
@@ -52,7 +52,6 @@ from console.tree_screen import TreeScreen
 from console.type_ahead import TypeAhead
 from console.verdict import alarm
 from console.words import others_text
-from runtime.config import EFFECTS
 from runtime.interface import LogLine, Runtime, Status
 
 SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
@@ -92,12 +91,12 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         Binding("t", "temperature", "temp", tooltip="Temperature of requests admitted from then on."),
         Binding("left_square_bracket", "budget(-1)", "less", group=_BUDGET, tooltip="Smaller tree budget."),
         Binding("right_square_bracket", "budget(1)", "more", group=_BUDGET, tooltip="Larger tree budget."),
-        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree."),
+        Binding("m", "mode", "mode", tooltip="Next speculation mode: off, chain, tree, auto."),
         Binding(
             "p", "layout", "layout", tooltip="Parallelism: choose a layout; its plan is shown and confirmed."
         ),
         Binding("s", "save_snapshot", "save", tooltip="Save a snapshot of what runs, with a note."),
-        Binding("u", "undo", "undo", tooltip="Undo the last change made from this console."),
+        Binding("u", "undo", "undo", tooltip="Undo the last change made from this console; a rebuild asks."),
         Binding("x", "cancel", "cancel", tooltip="Cancel the answer, or take back a waiting prompt."),
         Binding("i", "input", "ask", priority=True, tooltip="To the prompt input; letters are text there."),
         Binding("question_mark", "help", "help", show=False, tooltip="This help."),
@@ -144,7 +143,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
         self.begin_taste(preferences, no_color())
         self.bench.load = self.remembered_load()
-        self.snapshots.archive = Archive(lambda: self.bridge.runtime)
+        self.snapshots.archive = archive_of(place, lambda: self.bridge.runtime)
         for name, screen in self._screens.items():
             self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
 
@@ -292,8 +291,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._show(problem=event.text)
 
     def on_change_done(self, event: messages.ChangeDone) -> None:
-        live = all(EFFECTS.get(name) == "live" for name in event.fields)
-        text = event.text + ("; u undoes" if live and not event.undo else "")
+        text = event.text + ("" if event.undo else "; u undoes")
         if "tree_budget" in event.fields and event.config.get("mode") != "tree":
             text += f"; acts in mode tree, the mode is {event.config.get('mode')}"
         self._notice(text)
@@ -381,7 +379,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
-        self.run_worker(self.bridge.undo(), name="undo", group="change", exit_on_error=False)
+        self.run_worker(undo(self, self.bridge), name="undo", group="change", exit_on_error=False)
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen(help_groups(self)))

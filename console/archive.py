@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from snapshots.content import Snapshot
     from snapshots.history import Page
     from snapshots.message import Entry
-    from snapshots.rollback import Outcome, Preview
+    from snapshots.rollback import Preview
     from snapshots.store import Store
 
 
@@ -42,8 +42,30 @@ class Loaded:
     page: str
 
 
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a rollback would do, to be shown and answered."""
+
+    entry: Entry
+    lines: tuple[str, ...]
+    allowed: frozenset[str]
+    """Which of "all" and "settings" (patched files stay) may be chosen."""
+    plan: Preview | None = None
+    """None where the server carries it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a rollback ended."""
+
+    verdict: str
+    back: bool | None
+    """Whether the figures are back; None where that cannot be told."""
+    notes: tuple[str, ...] = ()
+
+
 class Archive:
-    """The store, and the runtime whose configuration goes into it and comes back from it."""
+    """The store of this host, and the runtime whose configuration goes into it and comes back from it."""
 
     def __init__(self, runtime: Callable[[], Runtime | None], folder: Path | None = None) -> None:
         """`folder`: of the store, the default one if None."""
@@ -111,19 +133,30 @@ class Archive:
         async with self._acting:
             return await save_running(self._store(), self._running(), SaveRequest(label=label, note=note))
 
-    async def preview(self, name: str, author: str) -> Preview:
+    async def preview(self, entry: Entry, author: str) -> Foreseen:
         """What going back to a snapshot would do."""
         from snapshots import rollback
 
         options = rollback.RollbackOptions(author=author)
-        return await rollback.preview(self._store(), name, self._running(), options)
+        whole = await rollback.preview(self._store(), entry.commit, self._running(), options)
+        allowed = {
+            name for name, plan in (("all", whole), ("settings", without_patches(whole))) if not plan.refusals
+        }
+        if whole.patches is None or not whole.patches.writes:
+            allowed.discard("settings" if "all" in allowed else "")
+        return Foreseen(entry, tuple(whole.text()), frozenset(allowed), whole)
 
-    async def roll_back(self, plan: Preview, progress: Callable[[str], None]) -> Outcome:
-        """Does what the preview says, probes, measures, and tells whether the figures are back."""
+    async def roll_back(
+        self, seen: Foreseen, choice: str, author: str, progress: Callable[[str], None]
+    ) -> Done:
+        """Does what was foreseen, probes, measures, and tells whether the figures are back."""
         from snapshots import rollback
 
+        assert seen.plan is not None
+        plan = seen.plan if choice == "all" else without_patches(seen.plan)
         async with self._acting:
-            return await rollback.perform(self._store(), plan, self._running(), progress)
+            outcome = await rollback.perform(self._store(), plan, self._running(), progress)
+        return Done(outcome.verdict, outcome.back, outcome.notes)
 
     async def verify(self, name: str, progress: Callable[[str], None]) -> tuple[bool | None, str]:
         """Measures what runs; whether a snapshot's figures are back, None where that cannot be told, and one line.
@@ -151,6 +184,11 @@ class Archive:
             here = (await self.here()).hardware
             hardware = (loaded.snapshot.host.hardware, here) if here is not None else None
             return diff.verdict(headline(loaded.snapshot), figure, hardware)
+
+
+def without_patches(plan: Preview) -> Preview:
+    """The same rollback with patched files left as they are."""
+    return replace(plan, options=replace(plan.options, patches=False))
 
 
 def explain(error: BaseException) -> str:

@@ -262,26 +262,36 @@ class Bridge:
             return refused(plan)
         return plan if plan.changes else f"no change: {plan.summary}"
 
-    async def apply(self, change: Mapping[str, Any], plan: ChangePlan) -> None:
-        """Applies a collected change as it was planned; refused if the configuration changed since."""
-        async with self._changing:
+    async def apply(self, change: Mapping[str, Any], plan: ChangePlan, undo: bool = False) -> None:
+        """Applies a collected change as it was planned; refused if the configuration changed since.
+
+        `undo`: it reverts the last one. A rebuild takes its time, so other changes do not wait for it.
+        """
+        rebuilds = any(each.effect == "rebuild" for each in plan.changes)
+        async with contextlib.nullcontext() if rebuilds else self._changing:
             answer = await self.orders.apply(change, plan)
             self._look.set()
             if isinstance(answer, str):
                 self._post(messages.ChangeRefused(answer))
                 return
-            self._done.append(answer.applied)
+            if undo:
+                self._done.pop()
+            else:
+                self._done.append(answer.applied)
             fields = tuple(each.field for each in answer.applied)
             config = {each.field: each.new for each in answer.applied}
             mode = {"mode": (self._seen.config if self._seen else {}).get("mode")}
-            self._post(messages.ChangeDone(done_text(plan, answer, False), fields, mode | config, False))
+            self._post(messages.ChangeDone(done_text(plan, answer, undo), fields, mode | config, undo))
 
-    async def undo(self) -> None:
-        """Reverts the last applied change, unless its field was changed again since."""
+    async def undo(self) -> dict[str, Any] | None:
+        """Reverts the last applied change, unless its field was changed again since.
+
+        One that rebuilt the engine is left as it is; the change that leads back is returned, to be planned and asked.
+        """
         async with self._changing:
             if not self._done:
                 self._post(messages.ChangeRefused("nothing to undo: no change was made from this console"))
-                return
+                return None
             last = self._done[-1]
 
             def revert(config: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -293,7 +303,18 @@ class Bridge:
                         )
                 return {each.field: each.old for each in last}
 
-            await self._change(revert, undo=True)
+            if all(each.effect == "live" for each in last):
+                await self._change(revert, undo=True)
+                return None
+            assert self._runtime is not None
+            try:
+                back = revert((await self._runtime.status()).config)
+            except Exception as error:
+                back = describe_error(error)
+            if isinstance(back, str):
+                self._post(messages.ChangeRefused(back))
+                return None
+            return back
 
     async def _change(self, step: Step, undo: bool) -> None:
         runtime = self._runtime

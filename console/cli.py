@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -18,6 +18,10 @@ from typer.main import get_command
 from console import __version__
 from runtime import commands
 from runtime.command_options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Given, config_options, tell
+
+if TYPE_CHECKING:
+    from runtime.config import ResolvedConfig
+    from runtime.interface import Runtime
 
 ELSEWHERE = {
     "layouts": ("runtime.layout_commands", "layouts_app", "Parallelism layouts: presets, fit, evidence."),
@@ -37,7 +41,11 @@ ELSEWHERE = {
         "Find the fastest mode and tree budget for this host and load.",
     ),
     "engine": ("runtime.engine_commands", "engine_app", "Install SGLang beside the native engine, check it."),
-    "report": ("runtime.report_commands", "report", "Write one page from results of bench and tune."),
+    "report": (
+        "snapshots.report_commands",
+        "report",
+        "Write one page from results of bench and tune, and from snapshots.",
+    ),
     "snapshot": (
         "snapshots.commands",
         "snapshot_app",
@@ -160,7 +168,7 @@ def console(
 
     from console.preferences import PreferenceFile, preference_path
     from console.session import run_console
-    from runtime.connect import author, open_runtime, opened
+    from runtime.connect import author, opened
 
     shown = partial(
         run_console, author=author(f"console {os.getpid()}"), preferences=PreferenceFile(preference_path())
@@ -173,7 +181,7 @@ def console(
         from runtime.serve_beside import ServiceBeside
 
         service = ServiceBeside.at(listen, (on_hangup or OnHangup.detach).value, not no_fallback)
-    opener = partial(open_runtime, resolved.config, not no_fallback, resolved.origins)
+    opener = partial(_opened, resolved, not no_fallback)
     return shown(opener, read_only=read_only, service=service)
 
 
@@ -203,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     try:
         _finish_restore()
-        code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False)
+        code = get_command(app).main(args=argv, prog_name="ddtree", standalone_mode=False, obj=_keeper)
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
     except KeyboardInterrupt:
@@ -212,6 +220,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_set("DDTREE_DEBUG"):
             traceback.print_exc()
         return _report(error)
+
+
+async def _opened(resolved: "ResolvedConfig", fall_back: bool) -> "Runtime":
+    """A runtime in this process; what keeps its snapshots is imported beside the screen."""
+    import asyncio
+
+    from runtime.connect import open_runtime
+
+    return await open_runtime(resolved.config, fall_back, resolved.origins, await asyncio.to_thread(_keeper))
+
+
+def _keeper() -> Any:
+    """What keeps snapshots of a runtime that a command starts; the runtime itself knows nothing of the store."""
+    from snapshots.serving import StoreKeeper
+
+    return StoreKeeper()
 
 
 def _finish_restore() -> None:

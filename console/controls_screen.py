@@ -13,7 +13,7 @@ from textual.widgets import DataTable
 
 from console.change_draft import Draft, FieldRow, about, plan_lines, shown
 from console.filtering import FilterLine, wanted
-from console.formats import clean_line, percent
+from console.formats import NA, clean_line, percent
 from console.frame import ConsoleScreen, Panel, View, styled
 from console.lists import List
 from runtime.config import range_of
@@ -126,7 +126,7 @@ class ControlsScreen(ConsoleScreen):
         panel.border_title = f"{name} = {clean_line(shown(self._view.config[name]), 60)}"
         text = Text(about(name) + "\n" if about(name) else "")
         text.append(f"takes {range_of(name)}\n")
-        text.append(f"from {clean_line(origins.get(name, 'n/a'), 200)}", "dim")
+        text.append(f"origin: {clean_line(origins.get(name, NA), 200)}", "dim")
         panel.put(text)
 
     def _draw_plan(self) -> None:

@@ -172,7 +172,7 @@ MEANINGS: HelpGroup = (
         ("tok/s", "Output tokens of decode rounds per second of decoding, over all running requests."),
         ("accept length", "Tokens per verify step: accepted drafts plus the bonus token."),
         ("by position", "Share of rounds that drafted position k in which it was accepted."),
-        ("plain baseline", "Plain decoding of one request, measured on this host at start-up."),
+        ("plain baseline", "Plain decoding of one request, measured on this host when it was last idle."),
         ("mean, peak", "Since the last flip of mode or budget, at most 5 minutes; peak: the best second."),
         ("KV slots", "Token slots of the KV cache: used by requests, kept for reuse, all."),
     ),

@@ -67,19 +67,25 @@ class Setting:
     """What the rounds of one stretch had in common."""
 
     mode: str
+    """Auto for all that auto mode plays: it changes from round to round."""
     tree_budget: int
     """0 unless the mode is tree: the other modes have none."""
+    mixed: bool = False
+    """Some requests of the batch chose otherwise."""
 
     @classmethod
     def of(cls, stats: RoundStats) -> Setting:
-        return cls(stats.mode, stats.tree_budget if stats.mode == "tree" else 0)
+        if stats.auto:
+            return cls("auto", 0, stats.mixed)
+        return cls(stats.mode, stats.tree_budget if stats.mode == "tree" else 0, stats.mixed)
 
     @property
     def plain(self) -> bool:
-        return self.mode == "off" or (self.mode == "tree" and self.tree_budget == 0)
+        return not self.mixed and (self.mode == "off" or (self.mode == "tree" and self.tree_budget == 0))
 
     def __str__(self) -> str:
-        return f"tree {self.tree_budget}" if self.mode == "tree" else self.mode
+        name = f"tree {self.tree_budget}" if self.mode == "tree" else self.mode
+        return f"{name} and others" if self.mixed else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,16 @@ def clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
+def age(unix_s: float, now_s: float) -> str:
+    """How long ago a moment was, in its largest unit."""
+    minutes = int(max(now_s - unix_s, 0) // 60)
+    if minutes < 1:
+        return "just now"
+    if minutes < 120:
+        return f"{minutes} min ago"
+    return f"{minutes // 60} h ago" if minutes < 48 * 60 else f"{minutes // 1440} d ago"
+
+
 def bar(share: float | None, width: int) -> str:
     """A horizontal bar of `width` cells, eighths of a cell fine; blank where the share is unknown."""
     if width <= 0:

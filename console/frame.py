@@ -157,11 +157,14 @@ class StatusBar(Horizontal):
     def show(self, view: View) -> None:
         config = view.config
         budget = view.tree_budget
+        mode, played = str(config.get("mode", NA)), view.status.auto if view.status is not None else None
+        if mode == "auto" and played is not None:
+            mode, budget = f"auto: {clean_line(played.partition(';')[0], 20)}", None
         facts = [
             clean_line(str(config.get("model", NA)).rstrip("/").rpartition("/")[2]),
             clean_line(str(config.get("engine", NA))),
             clean_line(_layout(view)),
-            f"mode {config.get('mode', NA)}",
+            f"mode {mode}",
             f"budget {'auto' if budget is None and config else NA if budget is None else budget}",
             f"T {temperature(config.get('temperature'))}",
         ]

@@ -13,7 +13,7 @@ from console.frame import ConsoleScreen
 from console.prompt_input import PromptInput
 
 BUDGET_STEPS = (4, 8, 11, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MODES = ("off", "chain", "tree")
+MODES = ("off", "chain", "tree", "auto")
 
 
 def next_budget(config: Mapping[str, Any], direction: int, in_force: int | None) -> dict[str, Any] | str:

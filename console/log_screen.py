@@ -135,6 +135,9 @@ class LogScreen(ConsoleScreen):
         ),
         Binding("l", "level", "level", tooltip="Least level shown: debug, info, warning, error."),
         Binding("f", "follow", "follow", tooltip="Follow the last line, or hold."),
+        Binding(
+            "d", "app.doctor", "doctor", tooltip="Check the runtime's host; each finding says what to do."
+        ),
         Binding("j,down", "move(1)", "down", show=False, tooltip="One line down."),
         Binding("k,up", "move(-1)", "up", show=False, tooltip="One line up."),
         Binding("g,home", "top", "top", show=False, tooltip="The oldest line."),

@@ -11,6 +11,7 @@ from console import messages
 from console.change_draft import Draft, disruptive, plan_lines
 from console.controls_screen import ControlsScreen
 from console.dialogs import ConfirmDialog
+from console.doctor_screen import DoctorScreen
 from console.field_dialog import FieldDialog
 from console.formats import clean_line
 from runtime.interface import Job
@@ -100,11 +101,17 @@ class Operations(Base):
         others = tuple(each for each in self.view.jobs if each.id != job.id)
         jobs = sorted((job, *others), key=lambda each: -each.started_at_s)[:JOBS_SHOWN]
         self._show(jobs=tuple(jobs))
+        for screen in self.screen_stack:
+            if isinstance(screen, DoctorScreen):
+                screen.show(self.view.jobs)
         if job.over and (before is not None or job.holder == self.bridge.author):
             self._notice(end_text(job), bad=went_wrong(job))
 
     def on_job_not_started(self, event: messages.JobNotStarted) -> None:
         self._notice(event.reason, bad=True)
+        for screen in self.screen_stack:
+            if isinstance(screen, DoctorScreen) and event.kind == "doctor":
+                screen.refused(event.reason)
 
     def start_job(self, kind: str, parameters: Mapping[str, Any]) -> None:
         work = self.bridge.orders.start_job(kind, parameters)
@@ -118,6 +125,10 @@ class Operations(Base):
         """Starts the check that speculation changes no token."""
         self._notice("verify: started; the result comes here and stands on the Bench screen")
         self.start_job("verify", VERIFY_PARAMETERS)
+
+    def action_doctor(self) -> None:
+        """Checks the host of the runtime, which for an attached console is the server's."""
+        self.push_screen(DoctorScreen(self.view.jobs, lambda: self.start_job("doctor", {})))
 
 
 def went_wrong(job: Job) -> bool:

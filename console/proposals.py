@@ -7,6 +7,7 @@ from typing import Any
 from textual.app import App
 
 from console.bridge import Bridge
+from console.change_draft import shown
 from console.dialogs import ConfirmDialog
 from console.formats import duration
 from console.messages import ChangeRefused
@@ -25,8 +26,13 @@ def effect_words(plan: ChangePlan) -> str:
     return " ".join(f"{part.rstrip('.')}." for part in parts)
 
 
-async def propose(app: App[Any], bridge: Bridge, change: dict[str, Any], title: str) -> None:
-    """Previews `change`; if it is allowed asks with its plan, and applies it when confirmed."""
+async def propose(
+    app: App[Any], bridge: Bridge, change: dict[str, Any], title: str, undo: bool = False
+) -> None:
+    """Previews `change`; if it is allowed asks with its plan, and applies it when confirmed.
+
+    `undo`: it reverts the last change made from here.
+    """
     plan = await bridge.preview(change)
     if isinstance(plan, str):
         app.post_message(ChangeRefused(plan))
@@ -34,6 +40,15 @@ async def propose(app: App[Any], bridge: Bridge, change: dict[str, Any], title: 
 
     def answered(yes: bool | None) -> None:
         if yes:
-            app.run_worker(bridge.apply(change, plan), name="apply", group="change", exit_on_error=False)
+            work = bridge.apply(change, plan, undo)
+            app.run_worker(work, name="apply", group="change", exit_on_error=False)
 
     app.push_screen(ConfirmDialog(title, effect_words(plan), yes="Apply", no="Cancel"), answered)
+
+
+async def undo(app: App[Any], bridge: Bridge) -> None:
+    """Reverts the last change made from here: at once where it acts live, else after its plan was confirmed."""
+    back = await bridge.undo()
+    if back is not None:
+        what = ", ".join(f"{name} back to {shown(value)}" for name, value in back.items())
+        await propose(app, bridge, back, f"Undo: {what}?", undo=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snapshots.diff import SnapshotDiff
     from snapshots.message import Entry
 
-MARKS = {"save": "●", "rollback": "↩", "import": "↓", "merge": "┬", "measure": "·"}
+MARKS = {"save": "●", "auto": "○", "rollback": "↩", "import": "↓", "merge": "┬", "measure": "·"}
 MAX_LANES = 3
 """Most rollbacks drawn side by side; further ones have their mark and the words only."""
 FIXED = 51

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from console.archive import Archive, Here, explain
+from console.archive import Archive, Foreseen, Here, explain
 from console.formats import clean_line, clean_text
 from console.frame import ConsoleScreen, Panel, View, styled
 from console.snapshots_dialogs import Choice, PageDialog, RollbackDialog
@@ -23,7 +22,6 @@ from console.snapshots_rows import details_text, graph, heading, page_text, resu
 
 if TYPE_CHECKING:
     from snapshots.message import Entry
-    from snapshots.rollback import Preview
 
 AHEAD = 10
 """Rows before the end of the list at which older snapshots are fetched."""
@@ -293,34 +291,29 @@ class SnapshotsScreen(ConsoleScreen):
         """Shows what the rollback would do, and does it where the operator says so."""
         self._begin(f"looking at {clean_line(entry.id)}")
         try:
-            whole = await self.archive.preview(entry.commit, self._author)
+            seen = await self.archive.preview(entry, self._author)
         finally:
             self._begin("")
-        settings = replace(whole, options=replace(whole.options, patches=False))
-        allowed = {name for name, plan in (("all", whole), ("settings", settings)) if not plan.refusals}
-        if whole.patches is None or not whole.patches.writes:
-            allowed.discard("settings" if "all" in allowed else "")
         running = "1 request is" if self._in_flight == 1 else f"{self._in_flight} requests are"
         effect = f"{running} in flight. " if self._in_flight else ""
-        effect += "A new commit, then applied and measured." if allowed else "Refused: see above."
-        lines = Text(clean_text("\n".join(whole.text())))
-        dialog = RollbackDialog(lines, effect, frozenset(allowed))
+        effect += "A new commit, then applied and measured." if seen.allowed else "Refused: see above."
+        dialog = RollbackDialog(Text(clean_text("\n".join(seen.lines))), effect, seen.allowed)
 
         def chosen(choice: Choice | None) -> None:
             if choice is not None:
-                self._work(partial(self._roll_back, whole if choice == "all" else settings), "act")
+                self._work(partial(self._roll_back, seen, choice), "act")
 
         self.app.push_screen(dialog, chosen)
 
-    async def _roll_back(self, plan: Preview) -> None:
+    async def _roll_back(self, seen: Foreseen, choice: Choice) -> None:
         self._begin("rolling back")
         try:
-            outcome = await self.archive.roll_back(plan, self._begin)
+            done = await self.archive.roll_back(seen, choice, self._author, self._begin)
         finally:
             self._begin("")
             await self._load()
-        words = f"rolled back to {plan.entry.id}: {outcome.verdict}"
-        self._judge("; ".join((words, *outcome.notes)), outcome.back)
+        words = f"rolled back to {seen.entry.id}: {done.verdict}"
+        self._judge("; ".join((words, *done.notes)), done.back)
 
     def action_verify(self) -> None:
         entry = self._highlighted

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from rich.text import Text
 
 from console import formats
-from console.formats import NA, clean_line, clock, duration, number, percent, rate
+from console.formats import NA, age, clean_line, duration, number, percent, rate
 from console.frame import View
 from console.latency import QUANTILES, Latency
 from console.verdict import alarm, measured, verdict
@@ -40,6 +41,8 @@ def speed_text(view: View) -> Text:
     if loading:
         words = "nothing can be decoded yet"
     text.append(clean_line(words), verdict_style(words))
+    if status is not None and status.auto is not None:
+        text.append(f"\nauto plays {clean_line(status.auto)}")
     trouble = alarm(figures, view.config)
     if trouble is not None:
         text.append("\n")
@@ -65,7 +68,7 @@ def _baseline_text(plain: Baseline | None, chain: Baseline | None) -> Text:
     if plain is None:
         return Text.assemble((f"{NA}: not measured yet", "dim"))
     text = Text(f"{rate(plain.tok_s)} tok/s")
-    text.append(f" ({clean_line(plain.conditions)}, {clock(plain.measured_at_s)})", "dim")
+    text.append(f" ({clean_line(plain.conditions)}, {age(plain.measured_at_s, time.time())})", "dim")
     text.append(f" · chain {rate(chain.tok_s) + ' tok/s' if chain is not None else NA}")
     return text
 

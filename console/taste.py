@@ -16,6 +16,7 @@ from console.operations import Operations
 from console.preferences import PreferenceFile, Preferences, Value
 from console.themes import DARK, NO_COLOUR, THEMES, following, palette
 
+DOCTOR = "Check the runtime's host: driver, toolkits, packages, memory, logout; changes nothing"
 VERIFY = "Check that speculation changes no token; a short check, 'ddtree verify' is the thorough one"
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Taste(Operations):
         """Actions of the screens that are not shown, the themes, and what has no key."""
         if not self.view.read_only:
             yield SystemCommand("Verify", VERIFY, self.action_verify)
+        yield SystemCommand("Doctor", DOCTOR, self.action_doctor)
         for screen in self._screens.values():
             if screen is not self.screen:
                 yield from self._commands_of(screen)

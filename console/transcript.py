@@ -12,7 +12,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Static
 
 from console.conversation import Turn
-from console.formats import NA, clean_line, clean_text, duration, number, rate
+from console.formats import clean_line, clean_text, duration, number, rate
 from console.frame import Panel, styled
 from runtime.interface import TokenPiece
 
@@ -146,8 +146,8 @@ def figures_text(turn: Turn) -> Text:
     text = Text(f"accept {number(turn.accept_length)}\n")
     text.append(f"{rate(turn.tok_s)} tok/s\n")
     text.append(f"{tokens} tok, {rounds} rounds\n", "dim")
-    stats = turn.stats
-    text.append(f"TTFT {duration(stats.ttft_s) if stats is not None else NA}", "dim")
+    if turn.stats is not None:
+        text.append(f"TTFT {duration(turn.stats.ttft_s)}", "dim")
     return text
 
 

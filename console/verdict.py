@@ -39,6 +39,8 @@ def verdict(figures: Figures, baseline: Baseline | None, speculation: str | None
         return f"speculation is off: plain decoding, {ratio:.2f}x its own baseline"
     if ratio >= 1.02:
         return f"speculation pays: {ratio:.2f}x plain, {figures.tok_s - baseline.tok_s:+.1f} tok/s"
+    if figures.setting.mode == "auto":
+        return f"auto decodes at {ratio:.2f}x the plain baseline"
     if ratio > 0.98:
         return f"speculation makes no difference: {ratio:.2f}x plain"
     return f"speculation loses: {ratio:.2f}x plain; m turns it off, [ lowers the budget"
@@ -49,6 +51,8 @@ def alarm(figures: Figures, config: Mapping[str, Any]) -> str | None:
     setting = figures.setting
     if figures.idle or setting is None or setting.plain or not figures.by_position:
         return None
+    if setting.mode == "auto":
+        return None  # it falls back by itself, and tries what it left now and then
     accept = figures.accept_mean
     if accept is None or accept >= ALARM_ACCEPT_LENGTH or figures.rounds < ALARM_ROUNDS:
         return None
@@ -58,5 +62,5 @@ def alarm(figures: Figures, config: Mapping[str, Any]) -> str | None:
         return f"{said}; likely because T is {temperature:g}: t lowers it, m turns speculation off"
     return (
         f"{said}; likely the drafter was not trained for this target, or not for text of this kind or length: "
-        "m turns speculation off, `ddtree doctor` checks the pair"
+        "m turns speculation off, `ddtree tune` compares all settings"
     )

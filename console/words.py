@@ -26,11 +26,14 @@ def done_text(plan: ChangePlan, report: ChangeReport, undo: bool) -> str:
     """One line on an applied change."""
     parts = [f"{c.field} {_value(c.old)} -> {_value(c.new)}" for c in report.applied]
     text = ("undone: " if undo else "") + (", ".join(parts) or report.summary)
+    if report.outage_s is not None and any(change.effect == "rebuild" for change in report.applied):
+        carried = f"{report.carried} request{'' if report.carried == 1 else 's'} carried over"
+        text += f"; {report.outage_s:.1f} s without service, {carried}"
     if any(change.field == "temperature" for change in report.applied):
         text += "; acts on requests admitted from here on"
         if plan.unreached:
             text += f", {plan.unreached} running keep theirs"
-    return text
+    return f"{text}; {report.kept}" if report.kept and parts else text
 
 
 def others_text(change: AppliedChange) -> str:

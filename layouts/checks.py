@@ -28,7 +28,7 @@ def refusals(
         shape: None = dimensions not known, so only what holds for any model is checked.
         devices: how many there are; None = not checked. Ranks of the native engine may also be processes on a CPU.
     """
-    found = list(_general(degrees, engine, mode))
+    found = list(_general(shape, degrees, engine, mode))
     if devices is not None and degrees.ranks > devices:
         there = f"{devices} {device_word}{'' if devices == 1 else 's'}"
         found.append(f"{degrees.label} needs {degrees.ranks} {device_word}s, there are {there}")
@@ -61,12 +61,12 @@ def split_words(shape: ModelShape, degrees: Degrees, engine: Engine) -> str:
     return f"{split_share(shape, degrees, engine) * 100:.0f} % of the weights are split over ranks"
 
 
-def _general(degrees: Degrees, engine: Engine, mode: Mode) -> Iterator[str]:
+def _general(shape: ModelShape | None, degrees: Degrees, engine: Engine, mode: Mode) -> Iterator[str]:
     if engine == "native":
         if degrees.pp > 1 and max(degrees.tp, degrees.ep) > 1:
             yield (
                 f"{degrees.label}: the native engine does not combine a pipeline with tensor or expert "
-                "parallelism; use tp2, ep2 or pp2"
+                f"parallelism; use {_native_choice(shape)}"
             )
         elif degrees.ranks > NATIVE_RANKS:
             yield f"{degrees.label}: the native engine runs at most {NATIVE_RANKS} ranks; use engine = sglang"
@@ -95,14 +95,39 @@ def _common(shape: ModelShape, degrees: Degrees) -> Iterator[str]:
 
 def _native(shape: ModelShape, degrees: Degrees) -> Iterator[str]:
     yield from _common(shape, degrees)
+    obstacle = _indivisible(shape, degrees)
+    if obstacle:
+        yield f"{obstacle}; use {_native_choice(shape)}"
+
+
+def _indivisible(shape: ModelShape, degrees: Degrees) -> str:
+    """What of `shape` cannot be cut into `degrees.tp` parts, though it would have to be; empty if nothing."""
     tp = degrees.tp
-    if tp > 1 and shares_of(shape, degrees, "native").partial:
-        heads = f"{shape.heads} query and {shape.kv_heads} KV heads do not divide by tp = {tp}"
-        width = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
-        if degrees.ep > 1:
-            yield f"{heads}; use ep2"
-        elif width % tp:
-            yield f"{heads}, nor does the MLP width {width}; use pp2"
+    if tp == 1 or not shares_of(shape, degrees, "native").partial:
+        return ""
+    heads = f"{shape.heads} query and {shape.kv_heads} KV heads do not divide by tp = {tp}"
+    width = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
+    if degrees.ep > 1:
+        return heads
+    return f"{heads}, nor does the MLP width {width}" if width % tp else ""
+
+
+def _native_choice(shape: ModelShape | None) -> str:
+    """The native layouts of two ranks that can run `shape`, as advice."""
+    degrees = {
+        "tp2": Degrees(tp=2),
+        "ep2": Degrees(ep=2),
+        "tp2ep2": Degrees(tp=2, ep=2),
+        "pp2": Degrees(pp=2),
+    }
+    names = list(degrees)
+    if shape is not None:
+        names = [
+            name
+            for name, each in degrees.items()
+            if not any(_common(shape, each)) and not _indivisible(shape, each)
+        ]
+    return " or ".join(names or ["single"])
 
 
 def _sglang(shape: ModelShape, degrees: Degrees) -> Iterator[str]:

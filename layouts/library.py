@@ -152,7 +152,9 @@ def read_file(path: Path, kind: type[Item]) -> Item:
         raise LayoutError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise LayoutError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise LayoutError(f"{path}: not TOML: brackets are nested too deeply") from None
+    except ValueError as error:  # also a number of thousands of digits, which tomllib hands to int()
         raise LayoutError(f"{path}: not TOML: {error}") from None
     return read_values(values, kind, str(path))
 
@@ -204,7 +206,10 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        return "a number too large to be shown"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

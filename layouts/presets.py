@@ -154,7 +154,8 @@ class Evidence(Frozen):
         """As in "~1291 tok/s total, peak"; a finding without a figure is its words."""
         if self.middle is None:
             return self.finding or ""
-        number = f"{self.low:g}-{self.high:g}" if self.low is not None else f"{self.value:g}"
+        ends = (self.value,) if self.low is None else (self.low, self.high)
+        number = "-".join(f"{round(end, 2):g}" for end in ends if end is not None)
         return f"{'~' if self.approximate else ''}{number} {self.unit}{', peak' if self.peak else ''}"
 
 

@@ -1,6 +1,6 @@
 """Measured comparison of modes, budgets, loads and temperatures on this host.
 
-Each case decodes the same prompts; repetitions are interleaved, so that a slow minute of the host hits all cases; the
+Each case decodes the same prompts; cases take turns prompt by prompt, so that a slow moment of the host hits all; the
 figures are medians over repetitions with their range. Prefixes are never reused. A larger tree often raises the accept
 length and lowers tok/s, so both stand side by side and everything is compared with plain decoding.
 """
@@ -21,7 +21,7 @@ import torch
 from runtime.calibrate import calibrate
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.interface import GenerateRequest, Mode, RequestFinished, SamplingParams
+from runtime.interface import GenerateRequest, Mode, RequestFinished, RequestStats, SamplingParams
 from runtime.loader import load
 from runtime.prompt_sets import bundled_prompts, read_prompts
 
@@ -54,6 +54,15 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one group of prompts took in one case: finished requests, stage seconds of each round, wall seconds."""
+
+    finished: tuple[RequestStats, ...]
+    stages: tuple[tuple[float, ...], ...]
+    wall_s: float
+
+
+@dataclass(frozen=True)
 class Run:
     """One repetition of one case."""
 
@@ -65,6 +74,21 @@ class Run:
     ttft_s: float
     round_s: float
     stage_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Run:
+        """All prompts together."""
+        finished = [stats for part in parts for stats in part.finished]
+        stages = [stage for part in parts for stage in part.stages]
+        after_first = sum(stats.output_tokens - 1 for stats in finished)
+        return cls(
+            tok_s=after_first / sum(stats.decode_s or 0.0 for stats in finished),
+            total_tok_s=sum(stats.output_tokens for stats in finished) / sum(part.wall_s for part in parts),
+            accept_length=after_first / max(1, sum(stats.rounds for stats in finished)),
+            ttft_s=statistics.median(stats.ttft_s or 0.0 for stats in finished),
+            round_s=statistics.median(sum(stage) for stage in stages),
+            stage_s=tuple(statistics.median(stage[i] for stage in stages) for i in range(5)),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,7 +163,7 @@ class BenchReport:
         lines.append(
             "tok/s: tokens after the first per second of decoding, per request; accept: tokens per round,"
         )
-        lines.append("bonus token included; medians over repetitions, interleaved.")
+        lines.append("bonus token included; medians over repetitions, cases interleaved prompt by prompt.")
         return "\n".join([*lines, *self.notes])
 
 
@@ -153,14 +177,18 @@ def run_bench(plan: BenchPlan, progress: Callable[[str], None] = lambda _line: N
     budget = calibration.tree_budget if configured is None else configured
     cases, notes = list_cases(plan, budget, engine.loaded.no_drafter_reason)
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
-    _run_case(engine, cases[-1], prompts[: cases[-1].concurrency], SETTLE_TOKENS)
+    groups = in_groups(prompts, max(plan.concurrency))
+    _run_case(engine, cases[-1], groups[0], SETTLE_TOKENS)
     load_before = os.getloadavg()[0]
     for repetition in range(plan.repetitions):
-        for number, case in enumerate(cases, start=1):
-            progress(
-                f"repetition {repetition + 1} of {plan.repetitions}, case {number} of {len(cases)}: {case.mode}"
-            )
-            runs[case].append(_run_case(engine, case, prompts, plan.max_tokens))
+        parts: dict[Case, list[Part]] = {case: [] for case in cases}
+        for number, group in enumerate(groups):
+            progress(f"repetition {repetition + 1} of {plan.repetitions}, {number + 1} of {len(groups)}")
+            turn = (repetition + number) % len(cases)
+            for case in (*cases[turn:], *cases[:turn]):
+                parts[case].append(_run_case(engine, case, group, plan.max_tokens))
+        for case in cases:
+            runs[case].append(Run.of(parts[case]))
     engine.check_integrity()
     return BenchReport(
         _conditions(plan, engine, len(prompts), load_before), ranked(runs), (*notes, calibration.summary)
@@ -208,16 +236,27 @@ def list_cases(plan: BenchPlan, budget: int, reason: str | None) -> tuple[list[C
     return list(dict.fromkeys(cases)), notes
 
 
-def _run_case(engine: Engine, case: Case, prompts: list[dict[str, Any]], max_tokens: int) -> Run:
-    """Decodes all prompts, `case.concurrency` at a time."""
-    finished: list[RequestFinished] = []
+def in_groups(prompts: Sequence[dict[str, Any]], at_once: int) -> list[list[tuple[int, dict[str, Any]]]]:
+    """Numbered prompts in the groups within which the cases take turns.
+
+    One prompt at a time where requests come one by one: a slow moment of the host then falls on all cases alike. Under
+    concurrency a group is several times as large, since its last requests do not run at full load.
+    """
+    size = 1 if at_once == 1 else 4 * at_once
+    numbered = list(enumerate(prompts))
+    return [numbered[start : start + size] for start in range(0, len(numbered), size)]
+
+
+def _run_case(engine: Engine, case: Case, prompts: list[tuple[int, dict[str, Any]]], max_tokens: int) -> Part:
+    """Decodes the numbered `prompts`, `case.concurrency` at a time; the number is the seed."""
+    finished: list[RequestStats] = []
 
     def sink(event: object) -> None:
         if isinstance(event, RequestFinished):
-            finished.append(event)
+            finished.append(event.stats)
 
     engine.config = engine.config.changed({"max_concurrency": case.concurrency, "max_queue": len(prompts)})
-    for number, prompt in enumerate(prompts):
+    for number, prompt in prompts:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=case.temperature, seed=number)
         engine.submit(
             GenerateRequest(
@@ -231,16 +270,7 @@ def _run_case(engine: Engine, case: Case, prompts: list[dict[str, Any]], max_tok
         stats = engine.step()
         if stats is not None and stats.stage_s is not None:
             stages.append(stats.stage_s)
-    wall = time.perf_counter() - start
-    after_first = sum(event.stats.output_tokens - 1 for event in finished)
-    return Run(
-        tok_s=after_first / sum(event.stats.decode_s or 0.0 for event in finished),
-        total_tok_s=sum(event.stats.output_tokens for event in finished) / wall,
-        accept_length=after_first / max(1, sum(event.stats.rounds for event in finished)),
-        ttft_s=statistics.median(event.stats.ttft_s or 0.0 for event in finished),
-        round_s=statistics.median(sum(stage) for stage in stages),
-        stage_s=tuple(statistics.median(stage[i] for stage in stages) for i in range(5)),
-    )
+    return Part(tuple(finished), tuple(stages), time.perf_counter() - start)
 
 
 def _conditions(plan: BenchPlan, engine: Engine, prompts: int, load_before: float) -> dict[str, Any]:

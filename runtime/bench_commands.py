@@ -16,15 +16,27 @@ import typer
 
 from runtime.command_options import (
     ENGINE_OPTIONS,
+    MODES,
+    BudgetList,
     Given,
+    JsonLine,
+    OutputTokens,
     ProgressLine,
+    PromptFile,
+    PromptsPerKind,
+    SloLimits,
+    TemperatureList,
+    budgets_of,
     config_options,
     emit_json,
     numbers,
+    per_kind_of,
     tell,
+    temperatures_of,
+    with_room,
     words,
 )
-from runtime.commands import MODES, budgets_of, per_kind_of, temperatures_of, wait_ready, with_room
+from runtime.commands import wait_ready
 
 if TYPE_CHECKING:
     from runtime.config import RuntimeConfig
@@ -41,24 +53,17 @@ def bench(
     mode: Annotated[
         str | None, typer.Option(metavar="LIST", help="Speculation modes; default: off,chain,tree.")
     ] = None,
-    tree_budget: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Tree budgets; default: the configured or calibrated one."),
-    ] = None,
+    tree_budget: BudgetList = None,
     concurrency: Annotated[
         str | None, typer.Option(metavar="LIST", help="Requests at a time; default: 1.")
     ] = None,
-    temperature: Annotated[str, typer.Option(metavar="LIST", help="Temperatures.")] = "0",
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
-    ] = None,
-    prompts_per_kind: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Built-in prompts of each kind; default: 8.")
-    ] = None,
+    temperature: TemperatureList = "0",
+    prompts: PromptFile = None,
+    prompts_per_kind: PromptsPerKind = None,
     repetitions: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Interleaved repetitions of each case; default: 5.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Output tokens of each request.")] = 64,
+    max_tokens: OutputTokens = 64,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Put the load on this OpenAI-compatible server.")
     ] = None,
@@ -78,10 +83,7 @@ def bench(
     warm_up: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Requests before a load is measured; default: 4.")
     ] = None,
-    slo: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="What a good answer keeps to, as ttft=500ms,tpot=50ms,e2e=10s."),
-    ] = None,
+    slo: SloLimits = None,
     random_words: Annotated[
         str | None, typer.Option(metavar="LOW:HIGH", help="Prompts of so many random words.")
     ] = None,
@@ -93,7 +95,7 @@ def bench(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of a load's result file and end.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
+    json: JsonLine = False,
 ) -> int:
     """Compare the speed of modes, budgets, loads and temperatures, or measure a server under load.
 
@@ -305,10 +307,8 @@ def _check_load(
     repetitions: int | None,
 ) -> None:
     """Refuses options that would be ignored beside others."""
-    own = next((name for name, value in given.options.items() if value is not None), None)
-    if url is not None and own is not None:
-        option = "--" + own.replace("_", "-")
-        raise typer.BadParameter("is the server's own setting with --url", param_hint=option)
+    if url is not None:
+        given.refuse_beside_url()
     if rate is not None and concurrency is not None:
         raise typer.BadParameter("a load has either a rate or a concurrency", param_hint="--rate")
     if served_model is not None and url is None:

@@ -1,4 +1,4 @@
-"""Start-up measurements on this host: what a round costs by tree size, the default budget, and the baselines.
+"""Measurements of this host: what a round costs by tree size, the default budget, and, idle or new, the baselines.
 
 The best budget depends on how much a verify of more rows costs here and on how much acceptance it buys, so it is
 chosen from measured step times and the drafter's measured accept lengths.
@@ -7,6 +7,7 @@ chosen from measured step times and the drafter's measured accept lengths.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ CANDIDATE_BUDGETS = (4, 7, 11, 15, 23, 31)
 FALLBACK_BUDGET = 11
 """Used where the drafter brings no measured accept lengths."""
 CONTEXT_ROWS = 128
-REPEATS = 5
+REPEATS = 6
 BASELINE_PROMPT = "Explain in a few sentences why the sky is blue and sunsets are red."
 BASELINE_TOKENS = 24
 
@@ -44,12 +45,19 @@ def measured_accept_lengths(loaded: Loaded) -> dict[int, float]:
     if loaded.drafter_path is None:
         return {}
     config = json.loads((loaded.drafter_path / "config.json").read_text(encoding="utf-8"))
-    table = (config.get("ddtree") or {}).get("measured", {}).get("accept_length", {})
     by_budget: dict[int, list[float]] = {}
-    for cells in table.values():
-        for name, value in cells.items():
-            if name.startswith("tree"):
-                by_budget.setdefault(int(name.removeprefix("tree")), []).append(float(value))
+    try:
+        for cells in config["ddtree"]["measured"]["accept_length"].values():
+            for name, value in cells.items():
+                if name.startswith("tree"):
+                    by_budget.setdefault(int(name.removeprefix("tree")), []).append(float(value))
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # a note of ours, which a drafter may have or not
+        return {}
     return {budget: statistics.fmean(values) for budget, values in by_budget.items()}
 
 
@@ -76,22 +84,34 @@ def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float] | No
     if extent is None:
         return None
     try:
-        return {count: min(_time_rows(target, cache, extent.start, count)) for count in rows}
+        once = {count: _forward_of(target, cache, extent.start, count) for count in rows}
+        for forward in once.values():
+            forward()
+        # Interleaved, so that a busy moment of the host falls on all sizes and not on one of them.
+        seconds = [{count: forward() for count, forward in once.items()} for _ in range(REPEATS)]
     finally:
         cache.free(extent)
+    return no_less_for_more_rows({count: min(each[count] for each in seconds) for count in rows})
 
 
-def _time_rows(target, cache, start: int, rows: int) -> list[float]:  # type: ignore[no-untyped-def]
+def no_less_for_more_rows(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Least times made monotone: what more rows were seen to take bounds what fewer can take undisturbed."""
+    return {count: min(took for more, took in seconds.items() if more >= count) for count in seconds}
+
+
+def _forward_of(target, cache, start: int, rows: int) -> Callable[[], float]:  # type: ignore[no-untyped-def]
+    """One forward of `rows` rows and their greedy choice, as a function that returns the seconds it took."""
     device = target.device
     positions = torch.arange(CONTEXT_ROWS, CONTEXT_ROWS + rows, device=device)
     step = Step.of(cache.target, [Segment(start, CONTEXT_ROWS, rows, causal_mask(rows, device), positions)])
     token_ids = torch.arange(rows, device=device) % target.vocab_size
-    seconds = []
-    for _ in range(REPEATS):
+
+    def forward() -> float:
         begin = time.perf_counter()
         target.likeliest(target.forward(token_ids, positions, step).hidden).tolist()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+        return time.perf_counter() - begin
+
+    return forward
 
 
 def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:
@@ -134,12 +154,18 @@ def calibrate(engine: Engine) -> Calibration:
 def measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[Baseline, ...] | None:
     """Plain and chain decoding of one fixed prompt on the idle engine: what speculation is compared with.
 
-    None where `interrupted` turned true meanwhile: somebody wants the engine.
+    None where `interrupted` turned true meanwhile: somebody wants the engine. Nothing of it is left behind.
     """
+    with engine.unseen():
+        return _measure_baselines(engine, interrupted)
+
+
+def _measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[Baseline, ...] | None:
     modes: list[tuple[Mode, int]] = [("off", 0)]
     if engine.loaded.no_drafter_reason is None:
         modes.append(("chain", engine.models.draft_horizon))
     baselines = []
+    load = os.getloadavg()[0]
     for mode, budget in modes:
         rate = _run(engine, mode, budget, BASELINE_TOKENS, [], interrupted)
         if rate is None:
@@ -150,7 +176,7 @@ def measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple[
                 tree_budget=budget,
                 tok_s=rate,
                 measured_at_s=time.time(),
-                conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, at start-up",
+                conditions=f"one request, T=0, {BASELINE_TOKENS} tokens, host load {load:.1f}",
             )
         )
     return tuple(baselines)

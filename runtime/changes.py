@@ -9,7 +9,7 @@ from typing import Any
 from runtime.config import RuntimeConfig, effect_of
 from runtime.interface import AppliedChange, ChangePlan, ConfigRejected, FieldChange, RequestStats
 
-NOTHING_REFUSED: Mapping[str, str] = {}
+NOTHING: Mapping[str, str] = {}
 
 
 def plan_change(
@@ -19,12 +19,14 @@ def plan_change(
     running: Sequence[RequestStats],
     budget_in_use: int | None,
     outage_s: float | None = None,
-    refused: Mapping[str, str] = NOTHING_REFUSED,
+    refused: Mapping[str, str] = NOTHING,
+    notes: Mapping[str, str] = NOTHING,
 ) -> ChangePlan:
     """The plan of `change` to `config`; raises ConfigRejected where a field or value is wrong.
 
     `budget_in_use` stands in for a tree budget the configuration leaves to calibration, `outage_s` is what a rebuild
-    is expected to take, `refused` has the reasons why fields cannot take their new values.
+    is expected to take, `refused` has the reasons why fields cannot take their new values, `notes` what else there is
+    to say of a rebuild.
     """
     changed = config.changed(change)
     changes = []
@@ -34,7 +36,7 @@ def plan_change(
             continue
         shown = budget_in_use if field == "tree_budget" and old is None else old
         effect = "refused" if field in refused else effect_of(field, changed)
-        note = refused.get(field, "" if effect == "live" else "the engine is rebuilt")
+        note = refused.get(field, "" if effect == "live" else notes.get(field, "the engine is rebuilt"))
         changes.append(FieldChange(field=field, old=shown, new=new, effect=effect, note=note))
     rebuilds = any(each.effect == "rebuild" for each in changes)
     refusals = [each.note for each in changes if each.effect == "refused"]

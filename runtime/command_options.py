@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from runtime.config import ResolvedConfig
+    from runtime.config import ResolvedConfig, RuntimeConfig
 
 SCHEMA = 1
 """Version of the shape of every `--json` answer."""
@@ -68,6 +68,31 @@ ENGINE_OPTIONS = (
     "max_concurrency",
     "max_tree_budget",
 )
+MODES = ("off", "chain", "tree")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+Url = Annotated[
+    str | None, typer.Option(metavar="URL", help="The server; without it: the one running instance here.")
+]
+JsonLine = Annotated[bool, typer.Option("--json", help="Only the JSON line.")]
+PromptFile = Annotated[
+    Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts (JSON lines); default: built in.")
+]
+PromptsPerKind = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Built-in prompts of each kind; default: 8.")
+]
+BudgetList = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Tree budgets; default: the configured or calibrated one.")
+]
+TemperatureList = Annotated[str, typer.Option(metavar="LIST", help="Temperatures.")]
+OutputTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Output tokens of each request.")]
+SloLimits = Annotated[
+    str | None,
+    typer.Option(
+        "--slo", metavar="LIST", help="What a good answer keeps to, as ttft=500ms,tpot=50ms,e2e=10s."
+    ),
+]
+
 SAMPLING_OPTIONS = ("mode", "tree_budget", "temperature", "top_p", "top_k", "max_tokens")
 
 
@@ -85,6 +110,13 @@ class Given(NamedTuple):
         for warning in resolved.warnings:
             tell(f"warning: {warning}")
         return resolved
+
+    def refuse_beside_url(self) -> None:
+        """Raises a usage error where engine options stand beside the address of a server."""
+        own = next((name for name, value in self.options.items() if value is not None), None)
+        if own is not None:
+            option = "--" + own.replace("_", "-")
+            raise typer.BadParameter("is the server's own setting with --url", param_hint=option)
 
 
 def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -137,6 +169,38 @@ def words(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
         if each not in known:
             raise typer.BadParameter(f"{each!r} is not one of {', '.join(known)}", param_hint=option)
     return tuple(values)
+
+
+def budgets_of(config: "RuntimeConfig", text: str | None) -> tuple[int, ...]:
+    """The listed budgets, each within what a configuration allows; () = the configured or calibrated one."""
+    budgets = () if text is None else numbers("--tree-budget", text, int)
+    for budget in budgets:
+        config.changed({"max_tree_budget": budget, "tree_budget": budget})
+    return budgets
+
+
+def temperatures_of(config: "RuntimeConfig", text: str) -> tuple[float, ...]:
+    temperatures = numbers("--temperature", text, float)
+    for temperature in temperatures:
+        config.changed({"temperature": temperature})
+    return temperatures
+
+
+def per_kind_of(prompts: Path | None, number: int | None) -> int:
+    if prompts is not None and number is not None:
+        raise typer.BadParameter(
+            "counts built-in prompts; leave it out with --prompts", param_hint="--prompts-per-kind"
+        )
+    return 8 if number is None else number
+
+
+def with_room(config: "RuntimeConfig", budgets: tuple[int, ...]) -> "RuntimeConfig":
+    return config.changed({"max_tree_budget": max(config.max_tree_budget, *budgets)}) if budgets else config
+
+
+def read_only() -> bool:
+    """Whether the variable that refuses changes is set."""
+    return os.environ.get("DDTREE_READ_ONLY", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def tell(message: str) -> None:

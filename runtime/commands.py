@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,12 +16,22 @@ import typer
 from runtime.command_options import (
     CONFIG_OPTIONS,
     ENGINE_OPTIONS,
+    MODES,
     SAMPLING_OPTIONS,
+    BudgetList,
+    Json,
+    OutputTokens,
     ProgressLine,
+    PromptFile,
+    PromptsPerKind,
+    TemperatureList,
+    budgets_of,
     config_options,
     emit_json,
-    numbers,
+    per_kind_of,
     tell,
+    temperatures_of,
+    with_room,
     words,
 )
 
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from runtime.interface import GenerateRequest, RequestAdmitted, RequestFinished, TokenPiece
     from runtime.local import LocalRuntime
 
-MODES = ("off", "chain", "tree")
 EXIT_CODES = {"stop": 0, "length": 0, "error": 1, "cancelled": 130}
 
 config_app = typer.Typer(help="Show settings and where each comes from.")
@@ -55,7 +63,7 @@ def generate(
         typer.Option(metavar="N", help="With --json: log-probabilities of each token and the N likeliest."),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
+    json: Json = False,
 ) -> int:
     """Generate one answer; text streams to stdout as it comes."""
     if logprobs is not None and not json:
@@ -82,23 +90,16 @@ def generate(
 @config_options(*ENGINE_OPTIONS, "top_p", "top_k")
 def verify(
     resolved: "ResolvedConfig",
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
-    ] = None,
-    prompts_per_kind: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Built-in prompts of each kind; default: 8.")
-    ] = None,
+    prompts: PromptFile = None,
+    prompts_per_kind: PromptsPerKind = None,
     mode: Annotated[
         str, typer.Option(metavar="LIST", help="Modes compared with plain decoding.")
     ] = "chain,tree",
-    tree_budget: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Tree budgets; default: the configured or calibrated one."),
-    ] = None,
-    temperature: Annotated[str, typer.Option(metavar="LIST", help="Temperatures.")] = "0,0.7",
+    tree_budget: BudgetList = None,
+    temperature: TemperatureList = "0,0.7",
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of the sampling.")] = 7,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Output tokens of each request.")] = 64,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    max_tokens: OutputTokens = 64,
+    json: Json = False,
 ) -> int:
     """Check that speculation changes no token.
 
@@ -134,7 +135,7 @@ def verify(
 def config_show(
     resolved: "ResolvedConfig",
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of TOML.")] = False,
+    json: Json = False,
 ) -> None:
     """Print the settings in force, as a configuration file."""
     from runtime.config import to_toml
@@ -175,33 +176,6 @@ def _request(prompt: str, raw: bool, sampling: dict[str, Any]) -> "GenerateReque
     except ValidationError as error:
         refused = rejection(error, SamplingParams)
         raise RequestRejected(refused.line(), refused.field) from None
-
-
-def budgets_of(config: "RuntimeConfig", text: str | None) -> tuple[int, ...]:
-    """The listed budgets, each within what a configuration allows; () = the configured or calibrated one."""
-    budgets = () if text is None else numbers("--tree-budget", text, int)
-    for budget in budgets:
-        config.changed({"max_tree_budget": budget, "tree_budget": budget})
-    return budgets
-
-
-def temperatures_of(config: "RuntimeConfig", text: str) -> tuple[float, ...]:
-    temperatures = numbers("--temperature", text, float)
-    for temperature in temperatures:
-        config.changed({"temperature": temperature})
-    return temperatures
-
-
-def per_kind_of(prompts: Path | None, number: int | None) -> int:
-    if prompts is not None and number is not None:
-        raise typer.BadParameter(
-            "counts built-in prompts; leave it out with --prompts", param_hint="--prompts-per-kind"
-        )
-    return 8 if number is None else number
-
-
-def with_room(config: "RuntimeConfig", budgets: tuple[int, ...]) -> "RuntimeConfig":
-    return config.changed({"max_tree_budget": max(config.max_tree_budget, *budgets)}) if budgets else config
 
 
 def _write_text(text: str) -> None:

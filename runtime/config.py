@@ -69,8 +69,6 @@ class RuntimeConfig(BaseModel):
 
     engine: Literal["native", "sglang"] = "native"
     """native: in this process; sglang: SGLang in its own environment, for large targets on many GPUs."""
-    sglang_python: Text | None = None
-    """Python of SGLang's environment; None = that of the one `ddtree engine install sglang` made."""
     model: Text = DEFAULT_MODEL
     """Name of an embedded model, a GGUF file or a Hugging Face folder."""
     drafter: Text | None = None
@@ -99,6 +97,8 @@ class RuntimeConfig(BaseModel):
     """Requests that may wait beside those that run; more are turned away at once."""
     rebuild_drain: float = Field(default=2.0, ge=0.0, le=86400.0)
     """Seconds running requests get to finish before the engine is rebuilt; the rest goes on in the new one."""
+    rebuild_ahead: bool = True
+    """On a CPU with memory for both, another layout is built while this one serves; else this one goes first."""
     queue_timeout: float = Field(default=30.0, gt=0.0, le=86400.0)
     """Seconds a request may wait for its turn before it is turned away."""
     max_seq_len: int | None = Field(default=None, ge=8)
@@ -121,7 +121,13 @@ class RuntimeConfig(BaseModel):
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None = physical cores."""
+    baseline_interval: float = Field(default=900.0, ge=0.0, le=604800.0)
+    """Seconds until plain and chain decoding are measured anew in an idle moment; 0 = at start-up only."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    auto_snapshot: bool = True
+    """Keep what runs as a snapshot of its own before a rebuild or a rollback replaces it."""
+    sglang_python: str = ""
+    """Python of SGLang's own virtual environment; empty = the one that `ddtree engine install sglang` makes."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -130,6 +136,8 @@ class RuntimeConfig(BaseModel):
         kind, optional = kind_of(cls.model_fields[str(info.field_name)])
         if isinstance(value, bool) and kind is not bool:
             raise ValueError("a truth value")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ValueError("more than any file or machine holds")
         if optional and isinstance(value, str):
             words = ("auto",) if kind is str else ("auto", "none")
             return None if value.strip().lower() in words else value
@@ -173,10 +181,13 @@ LIVE_FIELDS = frozenset(
         "max_queue",
         "queue_timeout",
         "rebuild_drain",
+        "rebuild_ahead",
         "prefix_reuse",
         "draft_noise",
         "prefill_chunk",
+        "baseline_interval",
         "log_level",
+        "auto_snapshot",
     }
 )
 EFFECTS: dict[str, Effect] = {
@@ -301,8 +312,9 @@ def _build(settings: list[_Setting]) -> RuntimeConfig:
 
 def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
     named = file or (Path(env["DDTREE_CONFIG"]) if env.get("DDTREE_CONFIG") else None)
-    path = (named or default_file(env)).expanduser()
+    path = named or default_file(env)
     try:
+        path = path.expanduser()
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except FileNotFoundError:
@@ -317,7 +329,15 @@ def _from_file(env: Mapping[str, str], file: Path | None) -> Iterator[_Setting]:
         raise ConfigRejected(
             f"configuration file {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigRejected(
+            f"configuration file {path} is not TOML: brackets are nested too deeply"
+        ) from None
+    except RuntimeError:
+        raise ConfigRejected(
+            f"configuration file {path} is of a user without a home folder here; name another one"
+        ) from None
+    except ValueError as error:  # also a number of thousands of digits, which tomllib hands to int()
         raise ConfigRejected(f"configuration file {path} is not TOML: {error}") from None
     for name, value in values.items():
         line = _line_of(name, text)

@@ -13,6 +13,7 @@ from runtime.interface import Runtime
 
 if TYPE_CHECKING:
     from runtime.http_client import HttpRuntime
+    from runtime.snapshot_port import Keeper
 
 
 _attendants: set[asyncio.Task[None]] = set()
@@ -20,16 +21,19 @@ _attendants: set[asyncio.Task[None]] = set()
 
 
 async def open_runtime(
-    config: RuntimeConfig, fall_back: bool = False, origins: Mapping[str, str] | None = None
+    config: RuntimeConfig,
+    fall_back: bool = False,
+    origins: Mapping[str, str] | None = None,
+    keeper: Keeper | None = None,
 ) -> Runtime:
     """An in-process runtime for `config`; returns at once and loads afterwards.
 
     With `fall_back` the last good configuration is tried once if `config` does not come up, and kept once proved.
-    `origins`: field to where its value came from.
+    `origins`: field to where its value came from. `keeper`: what keeps snapshots of it.
     """
     from runtime.local import LocalRuntime
 
-    runtime = LocalRuntime(config, origins=origins)
+    runtime = LocalRuntime(config, origins=origins, keeper=keeper)
     if fall_back:
         from runtime.last_good import last_good_file
         from runtime.serve import look_after

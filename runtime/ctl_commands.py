@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from runtime.command_options import emit_json, tell
+from runtime.command_options import Json, Url, emit_json, read_only, tell
 
 if TYPE_CHECKING:
     from runtime.http_client import HttpRuntime
@@ -20,10 +19,6 @@ ctl_app = typer.Typer(
     help="Steer a running runtime: status, changes, requests, drain, stop, restart.", no_args_is_help=True
 )
 
-Url = Annotated[
-    str | None, typer.Option(metavar="URL", help="The server; without it: the one running instance here.")
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as the server has agreed.")]
 Settings = Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, as tree_budget=16.")]
 
@@ -214,7 +209,7 @@ def _with_runtime(url: str | None, act: Callable[[HttpRuntime], Awaitable[T]]) -
 
 
 def _refuse_read_only() -> None:
-    if os.environ.get("DDTREE_READ_ONLY", "").lower() not in ("", "0", "false", "no", "off"):
+    if read_only():
         from runtime.http_client import Refused
 
         raise Refused("refused: DDTREE_READ_ONLY is set")
@@ -266,6 +261,8 @@ def _show_report(report: ChangeReport, json: bool) -> None:
         emit_json({"report": report.model_dump(mode="json")})
     else:
         print(clip(f"{report.summary} (revision {report.revision})"))
+        if report.kept is not None:
+            print(clip(report.kept))
 
 
 Wait = Callable[["Server"], Awaitable[None]]

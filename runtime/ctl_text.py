@@ -45,11 +45,13 @@ def status_lines(
         f"of {status.config.get('max_concurrency', 'n/a')} at once"
     )
     yield clip(f"KV slots     {status.slots_used} used  {status.slots_cached} kept  of {status.slots_total}")
+    if status.auto is not None:
+        yield clip(f"auto         {status.auto}")
     for each in status.baselines:
         budget = f" {each.tree_budget}" if each.mode == "tree" else ""
         yield clip(
             f"baseline     {each.mode}{budget} {each.tok_s:.1f} tok/s "
-            f"({each.conditions}; {_clock(each.measured_at_s)})"
+            f"({each.conditions}; {_span(each.measured_at_s)} ago)"
         )
     last = next((each for each in requests if each.state == "finished"), None)
     if last is not None:
@@ -146,6 +148,7 @@ class RoundMeter:
         emitted = sum(each.emitted for each in counted)
         accept = sum(sum(each.accept_lengths) for each in counted) / sequences if sequences else None
         setting = f"{event.mode} {event.tree_budget}" if event.mode == "tree" else event.mode
+        setting = f"auto, {setting}" if event.auto else f"{setting} and others" if event.mixed else setting
         # A pause between two requests is no decoding.
         busy = f"{emitted / seconds:.1f}" if seconds < 2.0 else "n/a"
         return clip(

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from runtime.command_options import emit_json, tell
+from runtime.command_options import Json, emit_json, read_only, tell
 
 REFUSED = 3
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    json: Json = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="Repair what is safe and can be undone; says how to undo it.")
     ] = False,
@@ -31,7 +31,7 @@ def doctor(
 
     Exit 1 only where something is in error; a host without a GPU is not.
     """
-    if fix and os.environ.get("DDTREE_READ_ONLY", "").lower() not in ("", "0", "false", "no", "off"):
+    if fix and read_only():
         tell("refused: DDTREE_READ_ONLY is set")
         return REFUSED
     from runtime.doctor import examine, exit_code, lines, to_json

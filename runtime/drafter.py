@@ -12,6 +12,7 @@ Source: the published DFlash checkpoints (config.json keys `block_size`, `dflash
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from runtime.models import LARGEST
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [..., heads, rows, dim], keys, values [..., kv_heads, rows, dim]) -> [..., heads, rows, dim]."""
@@ -68,6 +71,11 @@ class DrafterConfig:
                     "so take it from the checkpoint's training configuration"
                 )
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping) or not isinstance(config.get("layer_types") or [], list):
+            raise DrafterMismatch(
+                f"drafter {where}: config.json has a value of the wrong type: rope_scaling is a table and layer_types "
+                "a list"
+            )
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
             raise DrafterMismatch(
@@ -79,29 +87,33 @@ class DrafterConfig:
                 f"drafter {where}: layer type {sliding[0]!r} is not supported, only full_attention is"
             )
         try:
-            heads = int(config["num_attention_heads"])
+            heads, width = _count(config, "num_attention_heads"), _count(config, "hidden_size")
             parsed = cls(
-                hidden_size=int(config["hidden_size"]),
-                intermediate_size=int(config["intermediate_size"]),
-                num_hidden_layers=int(config["num_hidden_layers"]),
+                hidden_size=width,
+                intermediate_size=_count(config, "intermediate_size"),
+                num_hidden_layers=_count(config, "num_hidden_layers"),
                 num_attention_heads=heads,
-                num_key_value_heads=int(config["num_key_value_heads"]),
-                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+                num_key_value_heads=_count(config, "num_key_value_heads"),
+                head_dim=_count(config, "head_dim") if config.get("head_dim") else width // heads,
                 rms_norm_eps=float(config["rms_norm_eps"]),
                 rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
                 attention_bias=bool(config.get("attention_bias", False)),
-                vocab_size=int(config["vocab_size"]),
-                block_size=int(config["block_size"]),
-                mask_token_id=int(dflash["mask_token_id"]),
-                target_layer_ids=tuple(int(i) for i in dflash["target_layer_ids"]),
-                num_target_layers=int(config["num_target_layers"]),
+                vocab_size=_count(config, "vocab_size"),
+                block_size=_count(config, "block_size"),
+                mask_token_id=_whole(dflash["mask_token_id"]),
+                target_layer_ids=tuple(_whole(each) for each in dflash["target_layer_ids"]),
+                num_target_layers=_count(config, "num_target_layers"),
             )
         except KeyError as missing:
             raise DrafterMismatch(f"drafter {where}: config.json lacks {missing}") from None
-        except (TypeError, ValueError) as bad:
+        except (OverflowError, TypeError, ValueError) as bad:
             raise DrafterMismatch(
                 f"drafter {where}: config.json has a value of the wrong type: {bad}"
             ) from None
+        if not (0.0 < parsed.rms_norm_eps < 1.0 and 1.0 <= parsed.rope_theta < math.inf):
+            raise DrafterMismatch(
+                f"drafter {where}: rms_norm_eps {parsed.rms_norm_eps} with rope_theta {parsed.rope_theta} cannot be"
+            )
         if parsed.block_size < 2:
             raise DrafterMismatch(
                 f"drafter {where}: block_size {parsed.block_size} leaves no draft position; need >= 2"
@@ -129,6 +141,20 @@ class DrafterConfig:
             refuse("hidden_size", self.hidden_size, target["hidden_size"])
         if not 0 <= self.mask_token_id < int(target["vocab_size"]):
             refuse("mask_token_id", self.mask_token_id, f"vocabulary {target['vocab_size']}")
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{value!r:.60} is no whole number")
+    return value
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """A size: at least 1, and small enough that nothing is built in vain before the weights are looked at."""
+    value = _whole(config[key])
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"{key} = {value!r:.60} is not in 1 to {LARGEST}")
+    return value
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -237,13 +263,19 @@ class Drafter(nn.Module):
 def read_drafter_config(folder: Path) -> DrafterConfig:
     """Reads `folder/config.json`; raises DrafterMismatch if it is missing or no DFlash configuration."""
     try:
-        text = (folder / "config.json").read_text(encoding="utf-8")
-        return DrafterConfig.from_dict(json.loads(text), str(folder))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise DrafterMismatch(f"drafter {folder}: config.json holds no JSON object")
+        return DrafterConfig.from_dict(content, str(folder))
     except FileNotFoundError:
         raise DrafterMismatch(
             f"drafter {folder}: no config.json there; give a folder in the DFlash format"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as bad:
+    except OSError as error:
+        raise DrafterMismatch(f"drafter {folder}: config.json cannot be read ({error.strerror})") from None
+    except DrafterMismatch:
+        raise
+    except (ValueError, RecursionError) as bad:
         raise DrafterMismatch(f"drafter {folder}: config.json is not valid JSON ({bad})") from None
 
 
@@ -259,6 +291,11 @@ def load_drafter(folder: Path, config: DrafterConfig, dtype: torch.dtype, device
             raise DrafterMismatch(f"drafter {folder}: {shard.name} cannot be read ({bad})") from None
     if not state:
         raise DrafterMismatch(f"drafter {folder}: no .safetensors file there")
+    if config.num_hidden_layers > len(state):
+        raise DrafterMismatch(
+            f"drafter {folder}: num_hidden_layers is {config.num_hidden_layers} in config.json, more than the "
+            f"{len(state)} weights there"
+        )
     with torch.device("meta"):
         drafter = Drafter(config)
     expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from runtime.nvml import import_nvml
+from runtime.nvml_probe import import_nvml
 
 
 class EnergyMeter:

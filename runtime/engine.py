@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from runtime.admission import admit, readmit
@@ -18,7 +19,6 @@ from runtime.interface import (
     FinishReason,
     GenerateEvent,
     GenerateRequest,
-    Mode,
     RequestAdmitted,
     RequestFinished,
     RequestRejected,
@@ -32,6 +32,7 @@ from runtime.loader import Loaded
 from runtime.output import TextStream
 from runtime.prefill import hand_over, prefill
 from runtime.round import Models, RoundResult, decode_round
+from runtime.samples import MEASURING
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
@@ -48,6 +49,8 @@ class Running:
     traces: RequestTraces = field(default_factory=RequestTraces)
     accepts: Counter[int] = field(default_factory=Counter)
     """Decode rounds by accept length."""
+    drafted: Counter[Speculation] = field(default_factory=Counter)
+    """Decode rounds by how it drafted."""
     continued: str | None = None
     """Under what it goes on since it came from another engine, in words."""
 
@@ -186,9 +189,19 @@ class Engine:
         ):
             count = self._deliver(running, outcome.tokens, outcome.finish)
             emitted.append(count)
+            running.drafted[how] += 1
             ended = running.ticket.request_id not in self._requests
             running.traces.add(TracedRound(self.rounds, position, outcome, how, count, ended))
-        return self._round_stats(result, emitted)
+        return self._round_stats(result, emitted, speculation, auto=2 * following > len(batch))
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Rounds decoded within enter no figure: they are nobody's traffic."""
+        rounds = self.rounds
+        try:
+            yield
+        finally:
+            self.rounds, self._told_prefill = rounds, (self.prefilled_tokens, self.prefill_s)
 
     def catch_up(self, tick: Callable[[], object]) -> None:
         """Computes keys and values of all requests that run; `tick` is called after each chunk."""
@@ -316,8 +329,14 @@ class Engine:
 
     def _close(self, running: Running, reason: FinishReason, error: str | None) -> None:
         del self._requests[running.ticket.request_id]
-        self._ended.keep(running.ticket.request_id, running.traces)
-        end(running, self.stats(running, reason), error)
+        if running.ticket.request.client != MEASURING:
+            self._ended.keep(running.ticket.request_id, running.traces)
+        stats = self.stats(running, reason)
+        if running.drafted:
+            most = running.drafted.most_common(1)[0][0]
+            used = {"mode": most.mode, "tree_budget": most.tree_budget, "plain_reason": most.reason}
+            stats = stats.model_copy(update=used)
+        end(running, stats, error)
 
     def stats(self, running: Running, reason: FinishReason | None = None) -> RequestStats:
         """Figures of a request; `reason`: why it ended, if it did."""
@@ -334,7 +353,7 @@ class Engine:
             workload=request.workload,
             state="finished" if reason else state,  # type: ignore[arg-type]
             finish_reason=reason,
-            mode=_mode(how.mode),
+            mode=how.mode,
             tree_budget=how.tree_budget,
             temperature=sampling.temperature,
             prompt_tokens=len(ticket.admitted.prompt),
@@ -357,15 +376,20 @@ class Engine:
             continued=running.continued,
         )
 
-    def _round_stats(self, result: RoundResult, emitted: list[int]) -> RoundStats:
-        how = self.speculation(None, None)
+    def _round_stats(
+        self, result: RoundResult, emitted: list[int], speculation: list[Speculation], auto: bool
+    ) -> RoundStats:
+        drafted = Counter((how.mode, how.tree_budget) for how in speculation)
+        mode, tree_budget = drafted.most_common(1)[0][0]
         tokens, seconds = self._told_prefill
         self._told_prefill = self.prefilled_tokens, self.prefill_s
         return RoundStats(
             index=self.rounds,
             time_s=time.time(),
-            mode=_mode(how.mode),
-            tree_budget=how.tree_budget,
+            mode=mode,
+            tree_budget=tree_budget,
+            mixed=len(drafted) > 1,
+            auto=auto,
             batch=len(emitted),
             nodes=result.nodes,
             emitted=sum(emitted),
@@ -402,10 +426,6 @@ def end(running: Running, stats: RequestStats, error: str | None) -> None:
 def _sequence(ticket: Ticket) -> Sequence:
     assert ticket.sequence is not None
     return ticket.sequence
-
-
-def _mode(name: str) -> Mode:
-    return "tree" if name == "tree" else "chain" if name == "chain" else "off"
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -16,12 +17,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runtime.changes import recorded
 from runtime.config import RuntimeConfig
+from runtime.idle import IdleClock
 from runtime.interface import (
     AppliedChange,
     Baseline,
-    ChangeReport,
     EngineLost,
     EngineState,
     LogLine,
@@ -32,23 +32,10 @@ from runtime.interface import (
     WatchEvent,
 )
 from runtime.last_good import PROOF_SECONDS
-from runtime.logs import LOGGER, set_level, start_logging, unwatch_log, watch_log
-from runtime.rebuild import (
-    TICK_S,
-    Built,
-    Order,
-    Outcome,
-    Parked,
-    build,
-    build_beside,
-    collect,
-    go_on,
-    let_finish,
-    load_key,
-    park,
-    recovery,
-    stated,
-)
+from runtime.logs import LOGGER, start_logging, unwatch_log, watch_log
+from runtime.rebuild import Built, Order, Parked, build, recovery, stated
+from runtime.rebuild_plan import load_key
+from runtime.rebuilder import SERVING, Rebuilder
 from runtime.telemetry import HostSampler
 from runtime.watching import Watcher
 
@@ -60,14 +47,12 @@ T = TypeVar("T")
 
 HOST_SAMPLE_SECONDS = 1.0
 FINISHED_KEPT = 64
-SERVING = frozenset({EngineState.READY, EngineState.DEGRADED})
-"""States in which requests are taken."""
 UP = SERVING | {EngineState.DRAINING, EngineState.REBUILDING}
 """States in which requests can be talked about."""
 RETRY_AFTER_S = {EngineState.LOADING: 5.0, EngineState.REBUILDING: 5.0, EngineState.DRAINING: 10.0}
 
 
-class EngineThread:
+class EngineThread(Rebuilder):
     """An engine in a thread of its own: it loads, obeys commands between rounds, decodes, and is rebuilt."""
 
     def __init__(
@@ -93,12 +78,11 @@ class EngineThread:
         self._revision = 1
         self._history: tuple[AppliedChange, ...] = ()
         self._baselines: tuple[Baseline, ...] = ()
-        self._measured = False
+        self._idle = IdleClock()
         self._calibration: str | None = None
         self._errors: tuple[str, ...] = ()
         self._engine: Engine | None = None
         self._parked: Parked | None = None
-        """The requests while there is no engine for them."""
         self._order: Order | None = None
         self._rebuilding: Order | None = None
         self._generation = 0
@@ -106,14 +90,12 @@ class EngineThread:
         self._up_at = 0.0
         """When the engine came up (monotonic)."""
         self._lost: str | None = None
-        """Why the engine cannot decode any more."""
         self._before = config
-        """The configuration before the last rebuild."""
         self._outage_s: float | None = None
         self._held = 0
         """Requests that wait for the end of a rebuild."""
         self._measurements: dict[tuple[Any, ...], tuple[Calibration, float]] = {}
-        """Calibration and seconds of the last load, by what was loaded."""
+        self._carry_s: dict[tuple[Any, ...], float] = {}
         self._started_at = time.time()
         self._closing = threading.Event()
         self._settled = threading.Event()
@@ -174,7 +156,10 @@ class EngineThread:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(act(self._engine or self._parked))
+                held = self._engine or self._parked
+                if held is None:
+                    raise self._unavailable()
+                future.set_result(act(held))
             except Exception as failure:  # handed to the caller, who raises it
                 future.set_exception(failure)
 
@@ -201,6 +186,8 @@ class EngineThread:
         watched = watch_log(self._publish)
         try:
             self._work()
+        except Exception as failure:  # nobody foresaw it: it is said, and nobody is left waiting for ever
+            self._give_up(stated(failure))
         finally:
             unwatch_log(watched)
 
@@ -233,10 +220,12 @@ class EngineThread:
             return
         engine = self._engine
         assert engine is not None
-        idle = not engine.busy
-        if idle and not self._measured and self._commands.empty():
-            self._measure_baselines(engine)
-        self._obey(block=idle and self._measured)
+        if engine.busy:
+            self._obey(block=False)
+        else:
+            if self._rest_s <= 0 and self._commands.empty():
+                self._measure_baselines(engine)
+            self._rest()
         if engine.busy and self._order is None and not self._closing.is_set():
             self._step(engine)
 
@@ -246,7 +235,7 @@ class EngineThread:
         built.engine.models.target.watch(partial(self._heed_loss, self._generation))
         self._calibration = built.calibration.summary
         self._measurements[load_key(config)] = (built.calibration, built.seconds)
-        self._baselines, self._measured = (), False
+        self._baselines, self._idle = (), IdleClock()
 
     def _heed_loss(self, generation: int, cause: str) -> None:
         """From any thread: the engine of `generation` cannot decode any more."""
@@ -263,95 +252,32 @@ class EngineThread:
         else:
             self._set_state(EngineState.READY, "serving")
 
-    def _rebuild(self, order: Order) -> None:
-        """Replaces the engine as ordered; its requests go on in whichever one comes up."""
-        if order.answer is not None and not order.answer.set_running_or_notify_cancel():
+    @property
+    def _engaged(self) -> bool:
+        """Whether somebody wants the engine for longer than its requests tell."""
+        return False
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds until the baselines may be measured."""
+        if self._state not in SERVING:
+            return math.inf
+        return self._idle.rest_s(time.monotonic(), self._config.baseline_interval, self._engaged)
+
+    def _rest(self) -> None:
+        """Waits for a command, or until the baselines may be measured."""
+        seconds = self._rest_s
+        if seconds <= 0:
+            self._obey(block=False)
             return
-        began = time.monotonic()
-        self._rebuilding, self._outage_s = order, order.plan.outage_s
-        self._set_state(EngineState.REBUILDING, f"{order.what}: running requests finish")
-        left = let_finish(self._engine, order, self._drain_turn) if self._engine and not order.lost else 0
-        if left:
-            reason = f"{left} requests did not finish within {order.patience_s:g} s"
-            outcome = Outcome(order.fallback, 0, reason)
-        else:
-            outcome = self._bring_up(order)
-        self._rebuilding = self._outage_s = None
-        if outcome.config is None:
-            if self._closing.is_set():
-                order.fail(RuntimeUnavailable("the runtime was closed"))
-                return
-            self._fail(RuntimeUnavailable(f"{order.what}: {outcome.failure}; nothing else came up either"))
-            if self._parked is not None:
-                self._parked.cancel_all(str(self._load_error), "error")
-            order.fail(self._load_error)
-            return
-        report = outcome.report(order, self._revision, time.monotonic() - began)
-        if report.failure is None:
-            self._degraded = order.lost if order.config != self._config else None
-            self._install(order)
-        self._serving()
-        order.reply(report.model_copy(update={"revision": self._revision}))
-
-    def _bring_up(self, order: Order) -> Outcome:
-        """Builds what is ordered, or else what was there; the requests go on in it."""
-        failure = order.lost
-        for config in (order.config, order.fallback):
-            if self._engine is not None:
-                self._parked, self._engine = park(self._engine), None
-            self._lost = None
-            collect()
-            self._set_state(EngineState.REBUILDING, f"{order.what}: loading {config.layout}")
-            known = self._measurements.get(load_key(config), (None, 0.0))[0]
-            made = build_beside(partial(build, config, known, self._load_progress), self._tick)
-            if isinstance(made, Built):
-                self._use(made, config)
-                try:
-                    return Outcome(config, self._go_on(order, config), failure)
-                except EngineLost as lost:
-                    failure = failure or str(lost)
-            else:
-                failure = failure or str(made)
-            del made
-        if self._engine is not None:
-            self._parked, self._engine = park(self._engine), None
-        return Outcome(None, 0, failure)
-
-    def _go_on(self, order: Order, config: RuntimeConfig) -> int:
-        parked, self._parked = self._parked, None
-        assert self._engine is not None and parked is not None
-        return go_on(self._engine, parked, order, config, self._tick)
-
-    def _install(self, order: Order, **figures: Any) -> ChangeReport:
-        """Makes the configuration of `order` the one in force."""
-        if order.rebuilds:
-            self._before = self._config
-        self._config, plan = order.config, order.plan
-        set_level(self._config.log_level)
-        self._revision += 1
-        self._history = recorded(self._history, plan, self._revision, order.author)
-        self._origins |= {each.field: f"changed by {order.author}" for each in plan.changes}
-        self._set_state(self._state, self._reason)
-        return ChangeReport(revision=self._revision, applied=plan.changes, summary=plan.summary, **figures)
-
-    def _drain_turn(self) -> bool:
-        """Obeys commands and decodes a round; False once there is no use in it."""
-        self._obey(block=False)
-        if self._engine is not None and self._engine.busy:
-            self._step(self._engine)
-        return self._lost is None and not self._closing.is_set()
-
-    def _tick(self) -> None:
-        self._obey(block=True, seconds=TICK_S)
-        self._beat_at = time.monotonic()
-
-    def _load_progress(self, _share: float, what: str) -> None:
-        if self._closing.is_set():
-            raise RuntimeUnavailable("closed while loading")
+        self._beat_at = None
+        self._obey(block=True, seconds=seconds if seconds < threading.TIMEOUT_MAX else None)
 
     def _measure_baselines(self, engine: Engine) -> None:
         """Measures plain and chain decoding in an idle moment; gives way to requests and changes, not to looks."""
         from runtime.calibrate import measure_baselines
+
+        began = time.monotonic()
 
         def interrupted() -> bool:
             self._beat_at = time.monotonic()
@@ -371,10 +297,15 @@ class EngineThread:
         except Exception as failure:  # speculation has nothing to be compared with then; serving goes on
             self._survive(engine, "measuring plain decoding", failure)
             measured = ()
-        self._measured = measured is not None
-        if measured:
+        now = time.monotonic()
+        if measured is None:
+            self._idle.gave_way(now)
+        elif measured:
+            self._idle.measured(now, now - began, self._config.baseline_interval)
             self._baselines = measured
             self._set_state(self._state, self._reason)
+        else:
+            self._idle.failed()
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -387,7 +318,7 @@ class EngineThread:
         ) as failure:  # a fault of one step ends its requests with the reason, never the engine's thread
             self._survive(engine, "a decode step", failure)
             return
-        self._beat_at = time.monotonic()
+        self._beat_at = self._idle.worked_at = time.monotonic()
         if stats is not None:
             self._publish(stats)
 
@@ -405,14 +336,29 @@ class EngineThread:
     def _obey(self, block: bool, seconds: float | None = None) -> None:
         """Runs waiting commands; with `block`, waits for one, `seconds` at most."""
         with contextlib.suppress(queue.Empty):
-            if block and seconds is None:
-                self._beat_at = None
             while True:
                 command = self._commands.get(block, seconds)
                 block = False
                 self._beat_at = time.monotonic()
                 if command is not None:
                     command()
+
+    def _give_up(self, error: RuntimeFault) -> None:
+        """Ends everything with `error`: the engine's thread cannot go on."""
+        self._fail(error)
+        for order in (self._rebuilding, self._order):
+            if order is not None and order.answer is not None and not order.answer.done():
+                order.fail(error)
+        for held in (self._engine, self._parked):
+            with contextlib.suppress(Exception):
+                if held is not None:
+                    held.cancel_all(str(error), "error")
+        if self._engine is not None:
+            with contextlib.suppress(Exception):
+                self._engine.loaded.close()
+        self._engine = self._parked = self._order = self._rebuilding = None
+        with contextlib.suppress(Exception):
+            self._obey(block=False)  # so that no caller waits for ever
 
     def _fail(self, error: RuntimeFault) -> None:
         self._load_error = error

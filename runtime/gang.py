@@ -4,8 +4,9 @@ The parent decides everything and owns all requests; ranks only run forward pass
 stopped, that raises or that aborts in a collective costs keys and values, which are computed anew, and no request.
 One answer to every fault: all ranks are killed, and `EngineLost` names the first cause.
 
-Ranks are forked from a server process that has imported torch and transformers once. It cannot be started where stderr
-has no descriptor, as under Textual, unless the resource tracker of `multiprocessing` runs already.
+Ranks are forked from a server process that has imported torch and transformers once; where a variable must be set
+before that, each starts anew and imports them itself. Neither can be started where stderr has no descriptor, as under
+Textual, unless the resource tracker of `multiprocessing` runs already.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ IDLE_S = 0.4
 """An idle gang is asked so often whether it lives."""
 COMPLAINT = "closed by peer"
 """What a rank says whose peer has gone."""
-PRELOADED = ["runtime.gang_rank"]
+PRELOADED = ["runtime.gang_server"]
 CLOSE_S = 5.0
 SETTLE_S = 0.25
 """After a fault, so long for what caused it to show."""
@@ -59,17 +60,40 @@ class RankSpec:
     taps: tuple[int, ...]
     linear: str
     threads: int
+    variables: tuple[tuple[str, str], ...] = ()
+    """Set in its environment before anything heavy is imported there."""
 
 
 def _rank(spec: RankSpec, pipe: connection.Connection) -> None:
     """In the child: what it needs is imported there, and not where it is started from."""
+    _leave_the_parents_terminal(Path(spec.folder) / f"rank{spec.rank}.log")
+    threading.Thread(target=_end_with_parent, args=(spec.folder,), daemon=True).start()
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **dict(spec.variables)})
     from runtime.gang_rank import rank_main
 
     rank_main(spec, pipe)
 
 
-def _context() -> Any:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+def _leave_the_parents_terminal(log: Path) -> None:
+    """A session and an output file of its own: keys do not reach it, and nothing it prints gets on a screen."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _end_with_parent(folder: str) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _context(anew: bool) -> Any:
+    if anew:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -78,10 +102,13 @@ def _context() -> Any:
 class Gang:
     """Ranks that have loaded; `forward` is one pass of all of them."""
 
-    def __init__(self, specs: Sequence[RankSpec], tick: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, specs: Sequence[RankSpec], tick: Callable[[], object] = lambda: None, anew: bool = False
+    ) -> None:
         """Starts the ranks of `specs`, all in one folder, and returns when all have loaded.
 
-        `tick` is called meanwhile and may raise. Raises EngineLost where a rank does not come up.
+        `tick` is called meanwhile and may raise. `anew`: each rank is a process that has imported nothing. Raises
+        EngineLost where a rank does not come up.
         """
         self._folder = Path(specs[0].folder)
         self._lock = threading.Lock()
@@ -90,7 +117,7 @@ class Gang:
         """The first fault, if there was one."""
         self._on_lost: Callable[[str], object] = lambda _cause: None
         weakref.finalize(self, shutil.rmtree, self._folder, True)
-        context = _context()
+        context = _context(anew)
         self._pipes: list[connection.Connection] = []
         self._ranks: list[Any] = []
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layouts.arguments import ChildEnvironment
 from runtime.attention import Step
 from runtime.gang import Gang, RankSpec, new_folder
 from runtime.gang_step import RemotePool, from_bytes, pack
@@ -54,10 +55,11 @@ class GangTarget(TargetModel):
         draft_linear: LinearFactory | None,
         threads: int,
         tick: Callable[[], object],
+        variables: ChildEnvironment | None = None,
     ) -> None:
         """Starts the ranks of `layout`, each with `slots` KV slots; `tick` is called meanwhile and may raise.
 
-        Raises EngineLost: a rank did not come up.
+        `variables` are set in the ranks alone. Raises EngineLost: a rank did not come up.
         """
         self.device, self.dtype = device, dtype
         _, self.config = hf_config(checkpoint)
@@ -70,6 +72,8 @@ class GangTarget(TargetModel):
         head = state.get(own[1], embedding)
         self._add_heads(state, linear, draft_linear)
         folder = new_folder()
+        given = tuple(variables.set.items()) if variables is not None else ()
+        anew = variables is not None and bool(variables.needs_new_process)
         specs = [
             RankSpec(
                 rank=rank,
@@ -82,10 +86,11 @@ class GangTarget(TargetModel):
                 taps=taps,
                 linear=linear_setting,
                 threads=max(1, threads // RANKS),
+                variables=given,
             )
             for rank in range(RANKS)
         ]
-        gang = Gang(specs, tick)
+        gang = Gang(specs, tick, anew)
         self.gang = gang
         answers = RANKS - 1 if layout == "pp2" else 0
         width = int(self.config.hidden_size)

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from runtime.rejection import CheckpointError as CheckpointError
+
 _BLOCK = 32
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 16
@@ -38,15 +40,6 @@ _SCALARS: dict[int, str] = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
-
-
-class CheckpointError(ValueError):
-    """A model file or folder cannot be used; the message is one line: the path, the reason, the remedy.
-
-    `exit_code` is what a command ends with: 2, the configuration names something unusable.
-    """
-
-    exit_code = 2
 
 
 class UnsupportedCheckpoint(CheckpointError):

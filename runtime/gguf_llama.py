@@ -45,6 +45,11 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         raise UnsupportedCheckpoint(
             f"{gguf.path}: expert layers in GGUF are not supported; give the Hugging Face folder"
         )
+    if _number(gguf, "llama.block_count") > len(gguf.tensors):
+        raise CheckpointError(
+            f"{gguf.path}: llama.block_count is {gguf.metadata['llama.block_count']}, more than the "
+            f"{len(gguf.tensors)} tensors there; the file is damaged, fetch it again"
+        )
     scaling = gguf.metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in gguf.tensors:
         raise UnsupportedCheckpoint(

@@ -11,9 +11,9 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote, urlsplit
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -34,6 +34,10 @@ from runtime.interface import (
     RuntimeBusy,
     RuntimeFault,
     RuntimeUnavailable,
+    SnapshotComparison,
+    SnapshotPage,
+    SnapshotUnknown,
+    SnapshotView,
     Status,
     TreeTrace,
     WatchEvent,
@@ -43,6 +47,8 @@ CONNECT_S = 3.0
 READ_S = 5.0
 APPLY_S = 1800.0
 """A change may have an engine built; a server that ends meanwhile closes the connection."""
+SNAPSHOTS_S = 30.0
+"""A long history is filtered, or the server's disk is busy."""
 SILENCE_S = 10.0
 """A stream that is silent for longer, heartbeats included, has lost its server."""
 RETRY_FIRST_S, RETRY_MOST_S = 0.25, 5.0
@@ -168,6 +174,11 @@ class HttpRuntime:
     async def jobs(self) -> tuple[Job, ...]:
         return _checked(_JOBS, (await self._call("GET", "/runtime/jobs"))["jobs"])
 
+    @property
+    def snapshots(self) -> HttpSnapshots:
+        """Those of the server."""
+        return HttpSnapshots(self._call)
+
     async def order(self, what: str) -> str:
         """Ask the process around the runtime for `drain`, `stop` or `restart`; returns its one-line answer."""
         return str((await self._call("POST", f"/runtime/{what}"))["summary"])
@@ -233,6 +244,8 @@ class HttpRuntime:
                 if code == "job_refused":
                     return JobRefused(message)
                 return RevisionRefused(message, field) if field == "revision" else Refused(message)
+            case 404 if code == "snapshot_unknown":
+                return SnapshotUnknown(message)
             case 400 | 413 | 422:
                 return refusal(message, field)
             case 429:
@@ -240,6 +253,28 @@ class HttpRuntime:
             case 502 | 503 | 504:
                 return RuntimeUnavailable(message, _retry_after(response))
         return RuntimeFault(f"{self.url} answered {response.status_code}: {message}")
+
+
+class HttpSnapshots:
+    """Reads the snapshots of the server; `call` is `HttpRuntime._call`."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def page(self, words: str = "", offset: int = 0, limit: int = 50) -> SnapshotPage:
+        return await self._read(SnapshotPage, "", words=words, offset=offset, limit=limit)
+
+    async def show(self, name: str) -> SnapshotView:
+        return await self._read(SnapshotView, "/show", name=name)
+
+    async def diff(self, first: str, second: str = "latest") -> SnapshotComparison:
+        return await self._read(SnapshotComparison, "/diff", first=first, second=second)
+
+    async def _read(self, kind: type[Value], route: str, **asked: str | int) -> Value:
+        answer = await self._call(
+            "GET", f"/snapshots{route}?{urlencode(asked, errors='replace')}", None, SNAPSHOTS_S
+        )
+        return cast(Value, _checked(kind, answer))
 
 
 class Refused(RuntimeFault):

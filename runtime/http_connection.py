@@ -110,7 +110,11 @@ class StrictRoute(APIRoute):
 
 
 class BodyLimit:
-    """ASGI middleware: a body of more than `max_bytes` is answered with an error object, status 413."""
+    """ASGI middleware: a body of more than `max_bytes`, or of two lengths, is answered with an error object.
+
+    A body with both a declared length and chunks ends elsewhere for a proxy that believes the other one, which would
+    take the rest for a request of its own (RFC 9112, section 6.3); so the connection is closed.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -119,6 +123,15 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = ApiError(
+                400,
+                "the request has both Content-Length and Transfer-Encoding; send one of them",
+                headers={"connection": "close"},
+            )
+            await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, send)
             return
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:

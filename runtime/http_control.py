@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, Header, Query
 from pydantic import AfterValidator, Field
 
+from runtime.config import DEFAULT_MODEL
 from runtime.http_connection import EventStream, StrictRoute
 from runtime.http_errors import ApiError, error_body
 from runtime.http_events import (
@@ -38,6 +40,9 @@ from runtime.interface import (
     Runtime,
     RuntimeFault,
     RuntimeUnavailable,
+    SnapshotComparison,
+    SnapshotPage,
+    SnapshotView,
     Status,
     TreeTrace,
 )
@@ -47,6 +52,11 @@ LOGGER = logging.getLogger("ddtree")
 FIRST_EVENT_S = 1.0
 """A refusal within this time is an HTTP status; a later one is the last event of the stream."""
 PATH_FIELDS = ("model", "drafter")
+NEVER_SET = ("sglang_python",)
+"""Fields that name a program to be run."""
+MOST_ROWS = 500
+"""Snapshots of one page."""
+NAME_HELP = "Id, tag, commit, label, latest or latest~N."
 
 
 class Lifecycle(Protocol):
@@ -232,6 +242,36 @@ def _add_lifecycle(router: APIRouter, lifecycle: Lifecycle | None) -> None:
         return ask(lambda each: each.restart())
 
 
+def snapshots_router(runtime: Runtime, keys: Keys) -> APIRouter:
+    """Reading the snapshots kept on this host, with the operator key; they are made and restored by jobs."""
+    router = APIRouter(
+        prefix="/snapshots", tags=["snapshots"], dependencies=[Depends(require_operator(keys))]
+    )
+
+    @router.get("", summary="Snapshots, newest first")
+    async def page(
+        words: Annotated[str, Query(max_length=400, description="Only those that hold all words.")] = "",
+        offset: Annotated[int, Query(ge=0, le=10**9, description="Leave out the newest.")] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 50,
+    ) -> SnapshotPage:
+        return await runtime.snapshots.page(words, offset, limit)
+
+    @router.get("/diff", summary="What differs between two: settings, results, host, patches, units")
+    async def diff(
+        first: Annotated[str, Query(max_length=400, description=NAME_HELP)],
+        second: Annotated[str, Query(max_length=400, description=NAME_HELP)] = "latest",
+    ) -> SnapshotComparison:
+        return await runtime.snapshots.diff(first, second)
+
+    @router.get("/show", summary="One snapshot: what it holds, and its page")
+    async def show(
+        name: Annotated[str, Query(max_length=400, description=NAME_HELP)] = "latest",
+    ) -> SnapshotView:
+        return await runtime.snapshots.show(name)
+
+    return router
+
+
 async def _generate_frames(
     first: GenerateEvent | None, events: AsyncIterator[GenerateEvent | None]
 ) -> AsyncGenerator[bytes, None]:
@@ -255,10 +295,22 @@ def fault_body(fault: RuntimeFault) -> dict[str, Any]:
     return error_body(status, str(fault), field)
 
 
+def _is_path(value: str) -> bool:
+    """Also the bare name of what lies in the working folder, which a configuration file may use as a path."""
+    if value in (DEFAULT_MODEL, "none", "auto"):
+        return False
+    return "/" in value or "\\" in value or value.startswith((".", "~")) or os.path.lexists(value)
+
+
 def _refuse_paths(change: dict[str, Any]) -> None:
     for name in PATH_FIELDS:
         value = change.get(name)
-        if isinstance(value, str) and ("/" in value or "\\" in value or value.startswith((".", "~"))):
+        if isinstance(value, str) and _is_path(value):
             raise ConfigRejected(
                 f"{name}: a path is not set over HTTP; set it in the configuration of the server", name
+            )
+    for name in NEVER_SET:
+        if name in change:
+            raise ConfigRejected(
+                f"{name}: it is not set over HTTP; set it in the configuration of the server", name
             )

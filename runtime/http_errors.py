@@ -22,6 +22,7 @@ from runtime.interface import (
     RuntimeBusy,
     RuntimeFault,
     RuntimeUnavailable,
+    SnapshotUnknown,
 )
 from runtime.rejection import plain
 
@@ -125,6 +126,8 @@ def install_error_handlers(app: FastAPI) -> None:
             return await refused(request, unavailable(error))
         if isinstance(error, JobRefused):
             return await refused(request, ApiError(409, str(error), code="job_refused"))
+        if isinstance(error, SnapshotUnknown):
+            return await refused(request, ApiError(404, str(error), code="snapshot_unknown"))
         param = error.field if isinstance(error, RequestRejected | ConfigRejected) else None
         return await refused(request, ApiError(400, str(error), param=param))
 

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from runtime.http_connection import BodyLimit
-from runtime.http_control import Lifecycle, control_router
+from runtime.http_control import Lifecycle, control_router, snapshots_router
 from runtime.http_docs import docs_page
 from runtime.http_errors import ERROR_RESPONSES, InternalErrors, install_error_handlers
 from runtime.http_events import EventHub
@@ -65,6 +65,7 @@ def create_app(
     install_error_handlers(app)
     app.include_router(openai_router(runtime, settings), dependencies=[Depends(require_inference(keys))])
     app.include_router(control_router(runtime, keys, hub or EventHub(runtime), lifecycle))
+    app.include_router(snapshots_router(runtime, keys))
     _add_health(app, runtime)
     if metrics is not None:
         from runtime.metrics import metrics_router

@@ -185,5 +185,5 @@ def _read(path: Path) -> Instance | None:
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return None
         return Instance(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError):
+    except (OSError, RecursionError, TypeError, ValueError):
         return None

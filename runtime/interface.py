@@ -11,7 +11,8 @@ Errors:
     │   └── EngineLost       a process of the engine is gone; the runtime builds another engine
     ├── RequestRejected      this request cannot be served; `field` names what is wrong with it
     ├── ConfigRejected       this configuration or change cannot be applied; `field` names what is wrong with it
-    └── JobRefused           this job cannot start beside what runs; nothing of it was begun (HTTP 409)
+    ├── JobRefused           this job cannot start beside what runs; nothing of it was begun (HTTP 409)
+    └── SnapshotUnknown      no snapshot, or more than one, goes by that name (HTTP 404)
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from runtime.samples import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.snapshot_port import SnapshotComparison, SnapshotPage, SnapshotRow, Snapshots, SnapshotView
 
 __all__ = [
     "AppliedChange",
@@ -78,6 +80,12 @@ __all__ = [
     "RuntimeUnavailable",
     "STAGES",
     "SamplingParams",
+    "SnapshotComparison",
+    "SnapshotPage",
+    "SnapshotRow",
+    "SnapshotUnknown",
+    "SnapshotView",
+    "Snapshots",
     "Status",
     "StatusChanged",
     "TokenLogprob",
@@ -130,6 +138,12 @@ class JobRefused(RuntimeFault):
     """A job that must not start now: another one holds the engine, or other clients' requests run."""
 
     exit_code = 3
+
+
+class SnapshotUnknown(RuntimeFault):
+    """No snapshot goes by that name, or several do; the line names those near it."""
+
+    exit_code = 2
 
 
 class SamplingParams(Frozen):
@@ -339,6 +353,8 @@ class ChangeReport(Frozen):
     """Requests that ran on under the engine built for the change."""
     failure: str | None = None
     """Why the change was taken back; None where it was applied."""
+    kept: str | None = None
+    """How what ran before was kept as an automatic snapshot, or why not; None where that was not asked for."""
 
 
 @runtime_checkable
@@ -382,5 +398,10 @@ class Runtime(Protocol):
     async def cancel_job(self, job_id: str) -> bool: ...
 
     async def jobs(self) -> tuple[Job, ...]: ...
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The snapshots kept where the runtime runs."""
+        ...
 
     async def aclose(self) -> None: ...

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -222,7 +221,7 @@ async def _run_case(
     rounds: list[RoundStats],
 ) -> Run:
     """Decodes the prompts, `case.concurrency` at a time."""
-    from runtime.bench import Run
+    from runtime.bench import Part, Run
 
     finished: list[RequestFinished] = []
     rounds.clear()
@@ -238,26 +237,17 @@ async def _run_case(
 
     await _together(client() for _ in range(case.concurrency))
     wall = time.perf_counter() - start
-    stats = [event.stats for event in finished]
-    decode_s = sum(each.decode_s or 0.0 for each in stats)
-    stages = [each.stage_s for each in rounds if each.stage_s is not None]
+    stages = tuple(each.stage_s for each in rounds if each.stage_s is not None)
     if rounds and not stages:
         raise RuntimeFault(
             "this engine does not tell where the time of a round goes; measure it from outside: ddtree bench --url"
         )
-    if decode_s <= 0.0 or not stages:
+    part = Part(tuple(event.stats for event in finished), stages, wall)
+    if not part.stages or not any(stats.decode_s for stats in part.finished):
         raise RuntimeFault(
             "nothing was decoded after the first token; ask for longer answers or other prompts"
         )
-    after_first = sum(each.output_tokens - 1 for each in stats)
-    return Run(
-        tok_s=after_first / decode_s,
-        total_tok_s=sum(each.output_tokens for each in stats) / wall,
-        accept_length=after_first / max(1, sum(each.rounds for each in stats)),
-        ttft_s=statistics.median(each.ttft_s or 0.0 for each in stats),
-        round_s=statistics.median(sum(stage) for stage in stages),
-        stage_s=tuple(statistics.median(stage[i] for stage in stages) for i in range(5)),
-    )
+    return Run.of([part])
 
 
 def _work(prompts: Prompts, until: float | None) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
@@ -73,6 +73,8 @@ class JobContext(Generic[Parameters]):
     stopping: threading.Event
     """Set when the job is to end; for work in threads, which cannot be cancelled."""
     with_engine: WithEngine | None = None
+    author: str = "local"
+    """Who started it."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +148,32 @@ class Jobs:
 
     @property
     def holder(self) -> str:
-        """The job that keeps others out, in words; empty if there is none."""
-        held = next((each.job for each in tuple(self._running.values()) if each.kind.exclusive), None)
-        if held is None:
+        """The job that keeps others out, in words; empty if there is none, or to what that job does itself."""
+        running = next((each for each in tuple(self._running.values()) if each.kind.exclusive), None)
+        if running is None or running.thread is threading.current_thread():
             return ""
+        held = running.job
         since = time.strftime("%H:%M:%S", time.localtime(held.started_at_s))
         return f"{held.id}, started by {plain(held.holder)} at {since}, is running"
+
+    @contextlib.contextmanager
+    def kept_out(self) -> Iterator[str]:
+        """Within, no job begins; gives `holder`."""
+        with self._lock:
+            yield self.holder
 
     def all(self) -> tuple[Job, ...]:
         """Those that run, then those that ended lately, the latest first."""
         with self._lock:
             return (*(each.job for each in self._running.values()), *reversed(self._over))
 
-    async def start(self, name: str, values: Mapping[str, Any], author: str) -> str:
-        """Begins a job and returns its id; raises as `Runtime.start_job` says."""
+    async def start(
+        self, name: str, values: Mapping[str, Any], author: str, unless: Callable[[], str] = lambda: ""
+    ) -> str:
+        """Begins a job and returns its id; raises as `Runtime.start_job` says.
+
+        `unless` gives, in words, who keeps jobs that need the engine out; empty if nobody does.
+        """
         kind = self._kind(name)
         try:
             parameters = kind.parameters.model_validate(dict(values))
@@ -174,6 +188,8 @@ class Jobs:
                 raise RuntimeUnavailable("the runtime is closed")
             if kind.exclusive and self.holder:
                 raise JobRefused(f"{name} does not start: {self.holder}; wait for it or cancel it")
+            if kind.exclusive and (busy := unless()):
+                raise JobRefused(f"{name} does not start: {busy}; start it again when that is over")
             job = Job(
                 id=f"{name}-{next(self._numbers)}",
                 name=kind.name,
@@ -242,6 +258,7 @@ class Jobs:
             report=lambda progress, text: self._report(running, progress, text),
             stopping=running.stopping,
             with_engine=self._with_engine,
+            author=running.job.holder,
         )
         self._change(running, state="running")
         work = asyncio.ensure_future(running.kind.run(context))
@@ -250,8 +267,8 @@ class Jobs:
         try:
             outcome = await work
             self._end(running, "done", outcome.text, outcome.result)
-        except asyncio.CancelledError:
-            self._end(running, "cancelled", running.why)
+        except asyncio.CancelledError as ended:
+            self._end(running, "cancelled", "; ".join((running.why, *map(str, ended.args))))
         except RuntimeFault as fault:
             self._end(running, "failed", str(fault))
         except Exception as failure:  # told as the job's end; the runtime goes on

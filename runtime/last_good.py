@@ -49,7 +49,7 @@ def recall(file: Path) -> RuntimeConfig | None:
     """The last good configuration; None where there is none that this version can read."""
     try:
         return validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ConfigRejected):
+    except (OSError, ValueError, RecursionError, ConfigRejected):
         return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.command_options import emit_json, numbers, tell
+from runtime.command_options import Json, emit_json, numbers, tell
 
 if TYPE_CHECKING:
     from layouts.host import Host
@@ -24,7 +24,6 @@ layouts_app = typer.Typer(
     help="Parallelism layouts: presets, memory, predictions, evidence.", no_args_is_help=True
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="A layout, as 'ddtree layouts list' names it.")]
 Model = Annotated[
     str | None, typer.Option(metavar="NAME|PATH", help="Target; a known name or a Hugging Face folder.")

@@ -19,7 +19,7 @@ from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
-from runtime.native_layouts import refusal
+from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
 from runtime.target import TargetModel
 from runtime.tokenizer import ChatTokenizer
@@ -96,6 +96,8 @@ def read_pair(config: RuntimeConfig, progress: Progress = lambda _share, _what: 
             progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
             any_architecture=config.engine != "native",
         )
+        if config.engine == "native":
+            _check_dimensions(checkpoint)
         folder, drafter, reason = _drafter(config, checkpoint)
         tokenizer = checkpoint.load_tokenizer()
         _check_vocabularies(tokenizer, checkpoint, folder, drafter)
@@ -154,6 +156,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
                 draft_linear=draft_factory if drafter_config else None,
                 threads=threads,
                 tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
+                variables=rank_variables(config.layout),
             )
         target.limit_vocabulary(tokenizer.vocab_size)
     except (CheckpointError, DrafterMismatch) as refused:
@@ -185,14 +188,19 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
     )
 
 
+def _check_dimensions(checkpoint: Checkpoint) -> None:
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if key not in checkpoint.config:
+            raise CheckpointError(f"{checkpoint.path}: config.json has no {key}; copy the model again")
+
+
 def _notes(folder: Path | None, digest: str | None) -> tuple[str, ...]:
     """A line where the drafter says that it was trained for a target of other bytes."""
     if folder is None or digest is None:
         return ()
-    trained = (json.loads((folder / "config.json").read_text(encoding="utf-8")).get("ddtree") or {}).get(
-        "target_digest"
-    )
-    if trained in (None, digest):
+    ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("ddtree")
+    trained = ours.get("target_digest") if isinstance(ours, dict) else None
+    if trained == digest or not isinstance(trained, str):
         return ()
     return (f"the drafter was trained for a target file {trained[:12]}..., this one is {digest[:12]}...",)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from runtime.changes import check_revision, plan_change
 from runtime.description import describe
-from runtime.engine_thread import RETRY_AFTER_S, SERVING, UP, EngineThread
+from runtime.engine_thread import RETRY_AFTER_S, UP, EngineThread
 from runtime.interface import (
     ChangePlan,
     ChangeReport,
@@ -31,6 +31,10 @@ from runtime.interface import (
     RuntimeBusy,
     RuntimeFault,
     RuntimeUnavailable,
+    SnapshotComparison,
+    SnapshotPage,
+    Snapshots,
+    SnapshotView,
     Status,
     TreeTrace,
     WatchEvent,
@@ -40,13 +44,17 @@ from runtime.job_kinds import ENGINE_JOBS
 from runtime.jobs import Jobs
 from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
-from runtime.rebuild import (
-    Order,
-    Rebuilding,
+from runtime.rebuild import Order, Rebuilding
+from runtime.rebuild_plan import (
+    builds_ahead,
+    held_back,
     load_key,
+    no_rebuild,
     outage,
+    rebuild_notes,
     refusals,
 )
+from runtime.rebuilder import SERVING
 from runtime.samples import MEASURING
 from runtime.traces import tree_traces
 from runtime.watching import Watcher
@@ -54,22 +62,41 @@ from runtime.watching import Watcher
 if TYPE_CHECKING:
     from runtime.config import RuntimeConfig
     from runtime.scheduler import Scheduler
+    from runtime.snapshot_port import Keep, Keeper
 
 T = TypeVar("T")
 
 BUSY_RETRY_AFTER_S = 10.0
+KEEP_S = 2.0
+"""Longest that the report of a change waits for the snapshot of what ran before it."""
 
 
 class LocalRuntime(EngineThread):
     """Runtime over an engine thread."""
 
     def __init__(
-        self, config: RuntimeConfig, degraded: str | None = None, origins: Mapping[str, str] | None = None
+        self,
+        config: RuntimeConfig,
+        degraded: str | None = None,
+        origins: Mapping[str, str] | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        """As `EngineThread`."""
+        """As `EngineThread`; `keeper` keeps snapshots of it, None: nothing does."""
+        self._keeper = keeper
+        self._keeping: set[asyncio.Task[str]] = set()
+        """Automatic snapshots being saved; a loop keeps no reference to its tasks."""
+        kinds = (*ENGINE_JOBS, *ADVICE_JOBS, *(keeper.jobs if keeper is not None else ()))
+        self.job_board = Jobs(self, kinds, self._publish, self._call)
         super().__init__(config, degraded, origins)
         self._last_good = LastGood()
-        self.job_board = Jobs(self, (*ENGINE_JOBS, *ADVICE_JOBS), self._publish, self._call)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        return NoSnapshots() if self._keeper is None else self._keeper.snapshots
+
+    @property
+    def _engaged(self) -> bool:
+        return bool(self.job_board.holder)
 
     async def describe(self) -> Description:
         return describe(self._config, self._engine.loaded if self._engine else None)
@@ -193,16 +220,19 @@ class LocalRuntime(EngineThread):
         wanted = config.changed(change)
         load_s = self._measurements.get(load_key(wanted), (None, None))[1]
         refused = await refusals(config, wanted, change) if self._state in UP else {}
-        plan = plan_change(
+        if self.job_board.holder and not refused:
+            refused = held_back(config, wanted, self.job_board.holder)
+        ahead = builds_ahead(config, wanted, self._engine)
+        return plan_change(
             config,
             change,
             status.revision,
             running,
             status.config["tree_budget"],
-            outage(load_s, self._engine, config),
+            outage(load_s, self._engine, config, ahead, self._carry_s.get(load_key(wanted))),
             refused,
+            rebuild_notes(config, wanted, ahead),
         )
-        return plan
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         plan = await self.preview(change)
@@ -213,30 +243,50 @@ class LocalRuntime(EngineThread):
             )
         if not plan.changes:
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
-        if self.job_board.holder and any(each.effect == "rebuild" for each in plan.changes):
-            raise ConfigRejected(f"no rebuild now: {self.job_board.holder}; wait for it or cancel it")
         answer: Future[ChangeReport] = Future()
+        keep = await self._look(plan)
         await self._call(lambda _: self._take_order(plan, revision, author, answer))
-        return await asyncio.wrap_future(answer)
+        if keep is None:
+            return await asyncio.wrap_future(answer)
+        changed = ", ".join(each.field for each in plan.changes)
+        keeping = asyncio.create_task(keep(f"{changed}, changed by {author}"))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        report = await asyncio.wrap_future(answer)
+        await asyncio.wait({keeping}, timeout=KEEP_S)
+        kept = keeping.result() if keeping.done() else "what ran before is still being kept as a snapshot"
+        return report.model_copy(update={"kept": kept})
+
+    async def _look(self, plan: ChangePlan) -> Keep | None:
+        """What runs, taken down before `plan` has it replaced; None where nothing is replaced or kept."""
+        rebuilds = any(each.effect == "rebuild" for each in plan.changes)
+        if self._keeper is None or not rebuilds or not self._config.auto_snapshot:
+            return None
+        return await self._keeper.look(self)
 
     def _take_order(self, plan: ChangePlan, revision: int, author: str, answer: Future[ChangeReport]) -> None:
         """In the engine's thread, where one change is complete before the next one is looked at."""
-        busy = self._order or self._rebuilding
-        if busy is not None:
-            raise ConfigRejected(
-                f"{busy.author} has the engine rebuilt ({busy.what}): {self._reason}; apply again when that is over"
-            )
+        if busy := self._rebuilder():
+            raise ConfigRejected(f"{busy}; apply again when that is over")
         check_revision(revision, self._revision, self._history)
         config = self._config.changed({each.field: each.new for each in plan.changes})
         order = Order(config, self._config, plan, author, answer)
         if order.rebuilds and self._state is EngineState.DRAINING:
             raise ConfigRejected("the server is draining; nothing is rebuilt any more")
         if order.rebuilds:
-            self._order = order
+            with self.job_board.kept_out() as holder:
+                if holder:
+                    raise ConfigRejected(no_rebuild(holder))
+                self._order = order
         else:
             assert self._engine is not None
             self._engine.config = config
             answer.set_result(self._install(order))
+
+    def _rebuilder(self) -> str:
+        """Who has the engine rebuilt, in words; empty if nobody has."""
+        busy = self._order or self._rebuilding
+        return f"{busy.author} has the engine rebuilt ({busy.what}): {self._reason}" if busy else ""
 
     async def drain(self, seconds: float = math.inf) -> int:
         """Refuses new requests, gives accepted ones `seconds` to finish and ends the rest, saying why.
@@ -266,7 +316,7 @@ class LocalRuntime(EngineThread):
     async def start_job(
         self, kind: str, parameters: dict[str, Any] | None = None, author: str = "local"
     ) -> str:
-        return await self.job_board.start(kind, parameters or {}, author)
+        return await self.job_board.start(kind, parameters or {}, author, unless=self._rebuilder)
 
     async def cancel_job(self, job_id: str) -> bool:
         return self.job_board.cancel(job_id)
@@ -283,6 +333,22 @@ class LocalRuntime(EngineThread):
         self._obey(block=False)  # what came while the thread ended, so that no caller waits for ever
         for watcher in tuple(self._watchers):
             watcher.close()
+
+
+class NoSnapshots:
+    """Where nothing keeps snapshots."""
+
+    async def page(self, words: str = "", offset: int = 0, limit: int = 50) -> SnapshotPage:
+        raise self._nothing()
+
+    async def show(self, name: str) -> SnapshotView:
+        raise self._nothing()
+
+    async def diff(self, first: str, second: str = "latest") -> SnapshotComparison:
+        raise self._nothing()
+
+    def _nothing(self) -> RuntimeFault:
+        return RuntimeFault("this runtime keeps no snapshots; save them with: ddtree snapshot save")
 
 
 def _running(scheduler: Scheduler) -> int:

@@ -6,6 +6,7 @@ for. Records may carry fields (`extra={"fields": {...}}`); the request id of the
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import json
 import logging
@@ -51,7 +52,7 @@ def start_logging(level: str) -> None:
     try:
         path = log_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1, delay=True, encoding="utf-8")
+        handler = LogFile(path, maxBytes=MAX_BYTES, backupCount=1, delay=True, encoding="utf-8")
     except OSError:
         handler = logging.NullHandler()
     _install(handler, TextFormatter())
@@ -60,7 +61,7 @@ def start_logging(level: str) -> None:
 def log_to_stderr(level: str, style: Format = "text", *, show_prompts: bool = False) -> None:
     """Sends the log to stderr, where a service manager or a container collects it."""
     set_level(level)
-    _install(logging.StreamHandler(sys.stderr), JsonFormatter() if style == "json" else TextFormatter())
+    _install(LogStream(sys.stderr), JsonFormatter() if style == "json" else TextFormatter())
     PROMPTS.disabled = not show_prompts
 
 
@@ -131,6 +132,26 @@ class TextFormatter(_Masking):
 
     def format(self, record: logging.LogRecord) -> str:
         return str(_masked(super().format(record), self.secrets))
+
+
+class LogStream(logging.StreamHandler[Any]):
+    """Lines to a stream; one that cannot be written is left out, for there is nowhere else to say so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's own name)
+        pass
+
+
+class LogFile(RotatingFileHandler):
+    """Lines to a file; where it cannot be written, as on a full disk, that is said once, in a line on stderr."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's own name)
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(OSError, ValueError):
+                reason = getattr(sys.exc_info()[1], "strerror", None) or "it failed"
+                print(f"ddtree: the log {self.baseFilename} cannot be written: {reason}", file=sys.stderr)
 
 
 class WatchedLog(logging.Handler):

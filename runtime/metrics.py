@@ -18,6 +18,7 @@ from runtime.interface import (
     STAGES,
     Description,
     EngineState,
+    GpuSample,
     HostSample,
     RequestStats,
     RoundStats,
@@ -41,6 +42,7 @@ TTFT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 TPOT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 ACCEPT_LENGTHS = tuple(range(1, 17))
+GPU_LABELS = ["gpu", "uuid", "name"]
 
 
 class Metrics:
@@ -233,9 +235,29 @@ def _status_metrics(status: Status) -> Iterator[Metric]:
     yield from _gauge(
         "tree_budget_nodes", "Most draft nodes in a tree, root excluded.", status.config.get("tree_budget")
     )
+    yield from _baseline_metrics(status)
     yield from _gauge("config_revision", "Revision of the configuration.", status.revision)
     yield from _gauge("start_time_seconds", "Unix time at which the runtime was made.", status.started_at_s)
     yield from _gauge("load_ratio", "Share of loading that is done, while loading.", status.load_progress)
+
+
+def _baseline_metrics(status: Status) -> Iterator[Metric]:
+    """Plain and chain decoding as last measured, and when."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    speed = GaugeMetricFamily(
+        "ddtree_baseline_tokens_per_second",
+        "Decoding of one request as last measured in an idle moment.",
+        labels=["mode"],
+    )
+    moment = GaugeMetricFamily(
+        "ddtree_baseline_measured_timestamp_seconds", "Unix time of that measurement.", labels=["mode"]
+    )
+    for each in status.baselines:
+        speed.add_metric([each.mode], each.tok_s)
+        moment.add_metric([each.mode], each.measured_at_s)
+    if speed.samples:
+        yield from (speed, moment)
 
 
 def _description_metrics(what: Description) -> Iterator[Metric]:
@@ -271,15 +293,62 @@ def _gpu_metrics(host: HostSample) -> Iterator[Metric]:
         "gpu_power_watts": ("Power drawn.", "power_w"),
         "gpu_power_limit_watts": ("Power limit.", "power_limit_w"),
         "gpu_temperature_celsius": ("Temperature.", "temperature_c"),
+        "gpu_sm_clock_hertz": ("Clock of the multiprocessors.", "sm_clock_mhz"),
+        "gpu_memory_clock_hertz": ("Clock of the memory.", "memory_clock_mhz"),
+        "gpu_pcie_receive_bytes_per_second": ("Into the GPU over PCIe, in a window of 20 ms.", "pcie_rx_b_s"),
+        "gpu_pcie_transmit_bytes_per_second": (
+            "Out of the GPU over PCIe, in a window of 20 ms.",
+            "pcie_tx_b_s",
+        ),
+        "gpu_nvlink_receive_bytes_per_second": ("Payload into the GPU over all NVLinks.", "nvlink_rx_b_s"),
+        "gpu_nvlink_transmit_bytes_per_second": ("Payload out of the GPU over all NVLinks.", "nvlink_tx_b_s"),
     }
     for name, (words, field) in figures.items():
-        family = GaugeMetricFamily(f"ddtree_{name}", words, labels=["gpu", "uuid", "name"])
+        family = GaugeMetricFamily(f"ddtree_{name}", words, labels=GPU_LABELS)
+        scale = 1e6 if field.endswith("_mhz") else 1.0
         for gpu in host.gpus:
             value = getattr(gpu, field)
             if value is not None:
-                family.add_metric([str(gpu.index), gpu.uuid or "", gpu.name], value)
+                family.add_metric(_gpu_labels(gpu), value * scale)
         if family.samples:
             yield family
+    yield from _gpu_states(host)
+
+
+def _gpu_states(host: HostSample) -> Iterator[Metric]:
+    """Whether each GPU answers, what holds its clocks down, who holds its memory, and how old the readings are."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    up = GaugeMetricFamily("ddtree_gpu_up", "1 where the GPU answers, 0 where it is lost.", labels=GPU_LABELS)
+    throttled = GaugeMetricFamily(
+        "ddtree_gpu_throttled", "1 for each reason that holds clocks down.", labels=[*GPU_LABELS, "reason"]
+    )
+    processes = GaugeMetricFamily(
+        "ddtree_gpu_process_memory_bytes",
+        "GPU memory of processes: the runtime's own (ours) and those of others.",
+        labels=[*GPU_LABELS, "owner"],
+    )
+    age = GaugeMetricFamily(
+        "ddtree_gpu_reading_age_seconds", "Age of the oldest reading of the GPU.", labels=GPU_LABELS
+    )
+    for gpu in host.gpus:
+        labels = _gpu_labels(gpu)
+        up.add_metric(labels, not gpu.state.startswith("lost"))
+        for reason in gpu.throttle or ():
+            throttled.add_metric([*labels, reason], 1)
+        for owner in ("ours", "others"):
+            held = [each.memory_used for each in gpu.processes or () if each.ours == (owner == "ours")]
+            known = [each for each in held if each is not None]
+            if known:
+                processes.add_metric([*labels, owner], sum(known))
+        if gpu.ages:
+            age.add_metric(labels, max(gpu.ages.values()))
+    yield from (family for family in (up, throttled, processes, age) if family.samples)
+
+
+def _gpu_labels(gpu: GpuSample) -> list[str]:
+    index = str(gpu.index) if gpu.instance is None else f"{gpu.index}/{gpu.instance}"
+    return [index, gpu.uuid or "", gpu.name]
 
 
 def metrics_router(metrics: Metrics) -> APIRouter:

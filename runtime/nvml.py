@@ -6,15 +6,14 @@ a call that does not come back costs its GPU alone: the thread is left behind in
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from runtime.nvml_probe import attempt, import_nvml, text
 from runtime.nvml_readings import INSTANCE_READINGS, READINGS, Reading
 from runtime.samples import GpuSample
 
@@ -31,16 +30,7 @@ LIST_DEADLINE_S = 10.0
 WAIT_S = 0.25
 """Longest wait for a pass; after it the values known so far are given."""
 
-Value = TypeVar("Value")
 logger = logging.getLogger("ddtree.telemetry")
-
-
-def import_nvml() -> Any:
-    """The NVML binding of the package nvidia-ml-py; importing it needs no driver."""
-    with warnings.catch_warnings():
-        # A deprecated package of the same import name warns here, which must not reach the screen.
-        warnings.simplefilter("ignore")
-        return importlib.import_module("pynvml")
 
 
 @dataclass(slots=True)
@@ -217,8 +207,8 @@ class Gpus:
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                device = Device(index, handle, _string(nvml.nvmlDeviceGetName(handle)), _uuid(nvml, handle))
-                device.bus_id = _try(lambda h=handle: _string(nvml.nvmlDeviceGetPciInfo(h).busId))  # type: ignore[misc]
+                device = Device(index, handle, text(nvml.nvmlDeviceGetName(handle)), _uuid(nvml, handle))
+                device.bus_id = attempt(lambda h=handle: text(nvml.nvmlDeviceGetPciInfo(h).busId))  # type: ignore[misc]
             except Exception as error:
                 device = known.get(index) or Device(index, None, f"GPU: {_text(error)}")
                 device.lost = True
@@ -229,14 +219,14 @@ class Gpus:
 
     def _instances(self, nvml: Any, index: int, handle: Any) -> list[Device]:
         """The MIG instances of a GPU, if it is divided."""
-        mode = _try(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
+        mode = attempt(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
         if not mode:
             return []
         instances: list[Device] = []
-        for number in range(_try(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0):
+        for number in range(attempt(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0):
             try:
                 part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                name = f"MIG {number} {_string(nvml.nvmlDeviceGetName(part))}"
+                name = f"MIG {number} {text(nvml.nvmlDeviceGetName(part))}"
             except Exception:
                 continue
             instances.append(Device(index, part, name, _uuid(nvml, part), instance=number))
@@ -332,20 +322,8 @@ def _is(nvml: Any, error: Exception, *names: str) -> bool:
     return code is not None and code in {getattr(nvml, f"NVML_ERROR_{name}", object()) for name in names}
 
 
-def _try(read: Callable[[], Value]) -> Value | None:
-    """What `read` returns; None if the driver refuses."""
-    try:
-        return read()
-    except Exception:
-        return None
-
-
 def _uuid(nvml: Any, handle: Any) -> str | None:
-    return _try(lambda: _string(nvml.nvmlDeviceGetUUID(handle)))
-
-
-def _string(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return attempt(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
 
 
 def _text(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """What the NVIDIA driver says of its GPUs, printed as JSON by a process of its own, which may hang without harm.
 
 Run as a script by `runtime.host_probe`; needs nothing but the standard library and nvidia-ml-py. It starts no CUDA
-context: NVML talks to the driver alone.
+context: NVML talks to the driver alone. How NVML is imported, asked and read stands here for all who ask it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+Value = TypeVar("Value")
 THROTTLES = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "hardware slow-down",
@@ -29,9 +30,7 @@ def main() -> None:
 def probe() -> dict[str, Any]:
     """Driver and GPUs as `runtime.host_probe.Driver` has them; `error` names the NVML error where there is one."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            nvml = importlib.import_module("pynvml")
+        nvml = import_nvml()
     except ImportError:
         return {"error": "nvidia-ml-py is not installed"}
     try:
@@ -41,14 +40,22 @@ def probe() -> dict[str, Any]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
     return {
         "version": attempt(lambda: text(nvml.nvmlSystemGetDriverVersion())),
-        "cuda": attempt(lambda: _cuda(nvml.nvmlSystemGetCudaDriverVersion())),
+        "cuda": attempt(lambda: cuda_version(nvml.nvmlSystemGetCudaDriverVersion())),
         "gpus": [_gpu(nvml, at, handle) for at, handle in enumerate(handles)],
         "blocked_peers": _blocked_peers(nvml, handles),
     }
 
 
-def attempt(read: Callable[[], Any]) -> Any:
-    """What `read` gives; None where driver or device does not tell."""
+def import_nvml() -> Any:
+    """The NVML binding of the package nvidia-ml-py; importing it needs no driver."""
+    with warnings.catch_warnings():
+        # A deprecated package of the same import name warns here, which must not reach the screen.
+        warnings.simplefilter("ignore")
+        return importlib.import_module("pynvml")
+
+
+def attempt(read: Callable[[], Value]) -> Value | None:
+    """What `read` gives; None where driver, device or system does not tell."""
     try:
         return read()
     except Exception:
@@ -56,10 +63,12 @@ def attempt(read: Callable[[], Any]) -> Any:
 
 
 def text(value: str | bytes) -> str:
+    """A string of NVML, which older bindings give as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def _cuda(number: int) -> str:
+def cuda_version(number: int) -> str:
+    """13000 as "13.0"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 

@@ -6,20 +6,18 @@ its text is the one it would have had. Its keys and values are computed anew.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import FIXED_UNDER_SGLANG, RuntimeConfig, effect_of
+from runtime.config import RuntimeConfig, effect_of
 from runtime.interface import (
     ChangePlan,
     ChangeReport,
-    ConfigRejected,
     FieldChange,
     FinishReason,
     GenerateRequest,
@@ -39,6 +37,7 @@ FINISH_FIRST = frozenset({"model", "max_seq_len", "kv_slots"})
 ROUNDING = frozenset({"engine", "layout", "dtype", "device", "attention_backend", "linear", "threads"})
 """Fields whose change may round the same sums otherwise."""
 TICK_S = 0.05
+MEASURED_UNDER = "; measured under "
 
 Progress = Callable[[float, str], None]
 
@@ -65,6 +64,11 @@ class Order:
     def what(self) -> str:
         changed = (f"{each.field} {_word(each.old)} -> {_word(each.new)}" for each in self.plan.changes)
         return ", ".join(changed) or f"{self.config.engine} lost"
+
+    @property
+    def words(self) -> str:
+        """What is ordered and, where anybody did, by whom."""
+        return self.what if self.answer is None else f"{self.what} for {self.author}"
 
     @property
     def rebuilds(self) -> bool:
@@ -99,9 +103,11 @@ class Outcome:
     def report(self, order: Order, revision: int, outage_s: float) -> ChangeReport:
         """`revision`: the one before it, at which a change that failed leaves the configuration."""
         taken_back = self.config is not order.config
-        summary = f"{order.what}; {outage_s:.1f} s without service, {self.carried} requests carried over"
+        requests = f"{self.carried} request{'' if self.carried == 1 else 's'}"
+        summary = f"{order.what}; {outage_s:.1f} s without service, {requests} carried over"
         if taken_back:
-            summary = f"{order.what} failed: {self.failure}; the configuration before it serves again"
+            since = "again" if outage_s else "on"
+            summary = f"{order.what} failed: {self.failure}; the configuration before it serves {since}"
         return ChangeReport(
             revision=revision,
             applied=() if taken_back else order.plan.changes,
@@ -184,10 +190,13 @@ def build_beside(make: Callable[[], Built], tick: Callable[[], object]) -> Built
     return failure
 
 
-def let_finish(engine: Engine, order: Order, turn: Callable[[], bool]) -> int:
-    """Steps running requests for as long as they have; returns how many are left that must not be left."""
+def let_finish(engine: Engine, order: Order, turn: Callable[[], bool], had_s: float = 0.0) -> int:
+    """Steps running requests for as long as they have; returns how many are left that must not be left.
+
+    `had_s`: seconds they had since the order.
+    """
     engine.starts = order.finishes_first
-    deadline = time.monotonic() + order.patience_s
+    deadline = time.monotonic() + order.patience_s - had_s
 
     def left() -> int:
         waiting = len(engine.scheduler.waiting) if order.finishes_first else 0
@@ -215,6 +224,13 @@ class Parked:
     @property
     def waiting(self) -> int:
         return len(self._requests) - self.running
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of those that run."""
+        return sum(
+            len(each.ticket.progress.token_ids) for each in self._requests.values() if each.ticket.progress
+        )
 
     def take(self) -> list[Running]:
         """The requests that are left, in the order they are to run."""
@@ -314,30 +330,6 @@ def _differences(config: RuntimeConfig, wanted: RuntimeConfig, note: str) -> tup
     )
 
 
-async def refusals(config: RuntimeConfig, wanted: RuntimeConfig, change: Iterable[str]) -> dict[str, str]:
-    """Fields of `change` that cannot take their wanted values, as far as files tell, with the reason."""
-    rebuilds = [name for name in change if effect_of(name, wanted) == "rebuild"]
-    rebuilds = [name for name in rebuilds if getattr(config, name) != getattr(wanted, name)]
-    if not rebuilds:
-        return {}
-
-    def look() -> dict[str, str]:
-        try:
-            if wanted.engine == "sglang":
-                from runtime.sglang_engine import inspect_sglang
-
-                inspect_sglang(wanted)
-            else:
-                from runtime.loader import inspect
-
-                inspect(wanted)
-        except ConfigRejected as refused:
-            return {refused.field if refused.field in rebuilds else rebuilds[0]: str(refused)}
-        return {}
-
-    return await asyncio.to_thread(look)
-
-
 def collect() -> None:
     """Gives back what an engine left in reference cycles, on a GPU to the driver too."""
     import torch
@@ -347,19 +339,11 @@ def collect() -> None:
         torch.cuda.empty_cache()
 
 
-def outage(load_s: float | None, engine: Engine | None, config: RuntimeConfig) -> float | None:
-    """Expected seconds without service: finishing, loading, computing the tokens of carried requests anew.
-
-    None where `load_s` is unknown.
-    """
-    if load_s is None:
-        return None
-    running = [ticket.progress for ticket in engine.scheduler.running] if engine else []
-    if engine is None or not running:
-        return load_s
-    tokens = sum(len(each.token_ids) for each in running if each is not None)
-    again = tokens * engine.prefill_s / engine.prefilled_tokens if engine.prefilled_tokens else 0.0
-    return config.rebuild_drain + load_s + again
+def borrowed(calibration: Calibration, layout: str) -> Calibration:
+    """`calibration`, measured under `layout`, for another one, which is not measured while requests wait for it."""
+    if MEASURED_UNDER in calibration.summary:
+        return calibration
+    return replace(calibration, summary=f"{calibration.summary}{MEASURED_UNDER}{layout}")
 
 
 def continued(order: Order, config: RuntimeConfig) -> str:
@@ -376,26 +360,6 @@ def continued(order: Order, config: RuntimeConfig) -> str:
     if config.engine != order.fallback.engine:
         note = ": near-ties may differ, and sampled text goes on with the noise of this engine"
     return f"continued under {', '.join(words)}" + note
-
-
-def load_key(config: RuntimeConfig) -> tuple[Any, ...]:
-    """What a measured load time and budget hold for."""
-    fields: Mapping[str, Any] = config.model_dump()
-    names: tuple[str, ...] = (
-        "engine",
-        "model",
-        "drafter",
-        "layout",
-        "dtype",
-        "device",
-        "threads",
-        "linear",
-        "block_size",
-        "max_tree_budget",
-    )
-    if config.engine == "sglang":
-        names += tuple(sorted(FIXED_UNDER_SGLANG))
-    return tuple(fields[name] for name in names)
 
 
 def _word(value: Any) -> str:

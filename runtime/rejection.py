@@ -1,4 +1,4 @@
-"""One line for a person out of a pydantic error: the field, its value, what is allowed, the nearest known name."""
+"""One line for a person on what cannot be used: the field, its value, what is allowed, the nearest known name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from pydantic.fields import FieldInfo
 
 _COMPARISONS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
 _SHOWN_CHARS = 60
+
+
+class CheckpointError(ValueError):
+    """A model file or folder cannot be used; the message is one line: the path, the reason, the remedy.
+
+    `exit_code` is what a command ends with: 2, the configuration names something unusable.
+    """
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -108,4 +117,7 @@ def _number(value: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    return plain(value if isinstance(value, str) and value else repr(value))
+    try:
+        return plain(value if isinstance(value, str) and value else repr(value))
+    except (ValueError, RecursionError):  # repr() of a number of thousands of digits, or of lists in lists
+        return "a value too large to be shown"

@@ -1,4 +1,4 @@
-"""One page from result files of bench and tune: what an engineer would write by hand, every figure with its conditions.
+"""One page from results of bench and tune: what an engineer would write by hand, every figure with its conditions.
 
 A page is a list of blocks (headings, sentences, tables, plots), which Markdown and HTML are written from.
 """
@@ -80,19 +80,24 @@ def read_result(path: Path) -> dict[str, Any]:
     return answer
 
 
-def page(results: Sequence[tuple[str, Mapping[str, Any]]], title: str) -> list[Block]:
-    """The blocks of a page over results, each with the name of its file. Raises ReportFileError."""
+def page(
+    results: Sequence[tuple[str, Mapping[str, Any]]],
+    title: str,
+    snapshots: Sequence[Block] = (),
+    number: int = 0,
+) -> list[Block]:
+    """The blocks of a page over results, each with the name of its file. Raises ReportFileError.
+
+    `snapshots`: what is to be said of `number` snapshots, which stands last.
+    """
     writers: dict[str, Callable[[Mapping[str, Any]], Iterator[Block]]] = {
         "comparison": _comparison,
         "load": _load,
         "tune": _tune,
     }
-    blocks: list[Block] = [
-        Heading(title, 1),
-        Sentence(
-            f"Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} from {len(results)} result file(s)."
-        ),
-    ]
+    sources = [f"{len(results)} result file(s)"] * bool(results) + [f"{number} snapshot(s)"] * bool(number)
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    blocks: list[Block] = [Heading(title, 1), Sentence(f"Written {written} from {' and '.join(sources)}.")]
     for name, answer in results:
         kind = str(answer.get("kind", "comparison"))
         if kind not in writers:
@@ -105,7 +110,7 @@ def page(results: Sequence[tuple[str, Mapping[str, Any]]], title: str) -> list[B
             problem = bad.errors()[0]["msg"] if isinstance(bad, ValidationError) else repr(bad)
             raise ReportFileError(f"result file {name} is not whole: {problem}") from None
         blocks += list(_conditions(answer.get("conditions", {})))
-    return blocks
+    return [*blocks, *snapshots]
 
 
 def _comparison(answer: Mapping[str, Any]) -> Iterator[Block]:
@@ -152,8 +157,8 @@ def _comparison(answer: Mapping[str, Any]) -> Iterator[Block]:
                 f"{row['tok_s_min']:.1f} to {row['tok_s_max']:.1f}",
                 f"{row['speed_up']:.2f}" if row.get("speed_up") else "n/a",
                 f"{row['accept_length']:.2f}",
-                _seconds(row["ttft_s"]),
-                _seconds(row["round_s"]),
+                seconds(row["ttft_s"]),
+                seconds(row["round_s"]),
                 str(row["repetitions"]),
             )
             for row in rows
@@ -180,7 +185,7 @@ def _load(answer: Mapping[str, Any]) -> Iterator[Block]:
             )
         if each.goodput_share is not None and each.slo is not None:
             limits = ", ".join(
-                f"{name} {_seconds(value)}" for name, value in each.slo.model_dump().items() if value
+                f"{name} {seconds(value)}" for name, value in each.slo.model_dump().items() if value
             )
             yield Sentence(f"{_load_name(each)}: {each.goodput_share:.0%} of the answers kept to {limits}.")
     for figure, name in (("ttft_s", "time to first token"), ("tpot_s", "time per token after the first")):
@@ -361,11 +366,12 @@ def _speed(row: Mapping[str, Any]) -> str:
     return f"{row['tok_s']:.1f}{gain}"
 
 
-def _seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str:
+    """A time in the unit that suits it."""
     if value is None:
         return "n/a"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _at(spread: Spread | None, name: str, form: Callable[[float], str] = _seconds) -> str:
+def _at(spread: Spread | None, name: str, form: Callable[[float], str] = seconds) -> str:
     return "n/a" if spread is None else form(getattr(spread, name))

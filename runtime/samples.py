@@ -75,7 +75,12 @@ class RoundStats(Frozen):
     time_s: float
     """Unix time at the end of the round."""
     mode: Mode
+    """How its sequences drafted; where they differ, how most of them did."""
     tree_budget: int
+    mixed: bool = False
+    """Some of its sequences drafted otherwise."""
+    auto: bool = False
+    """Mode and budget are the choice of auto mode."""
     batch: int
     nodes: int
     """Rows the target verified, roots included."""
@@ -223,7 +228,7 @@ WatchEvent = RoundStats | RequestStats | HostSample | StatusChanged | LogLine | 
 
 
 class Baseline(Frozen):
-    """Plain or chain decoding as measured on this host at start-up, concurrency 1."""
+    """Plain or chain decoding as last measured on this host in an idle moment, concurrency 1."""
 
     mode: Mode
     tree_budget: int

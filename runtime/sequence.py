@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from runtime.interface import Mode
 from runtime.kv_cache import Extent
 from runtime.sampling import Sampling
 
@@ -20,7 +21,7 @@ from runtime.sampling import Sampling
 class Speculation:
     """How one sequence drafts in one round. `reason` says why it decodes plainly though drafting is configured."""
 
-    mode: str = "off"
+    mode: Mode = "off"
     tree_budget: int = 0
     reason: str | None = None
 

@@ -25,6 +25,7 @@ from runtime.listener import Listener, take_address
 from runtime.local import LocalRuntime
 from runtime.logs import LOGGER
 from runtime.sd_notify import Notifier
+from runtime.snapshot_port import Keeper
 from runtime.throughput import Throughput
 
 TICK_S = 1.0
@@ -49,6 +50,8 @@ class ServeOptions:
     """Why this is not the configuration that was asked for, if it is not."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Field of the configuration to where its value came from."""
+    keeper: Keeper | None = None
+    """What keeps snapshots of the runtime."""
 
 
 class Orders:
@@ -109,7 +112,7 @@ async def _serve(
     folder = runtime_folder()
     keys = load_keys(os.environ, folder)
     address = take_address(keys, options.server)
-    runtime = LocalRuntime(config, options.degraded, options.origins)
+    runtime = LocalRuntime(config, options.degraded, options.origins, options.keeper)
     orders = Orders(runtime, options.drain_seconds)
     listener = Listener(runtime, keys, options.server, orders, address)
     try:

@@ -18,6 +18,7 @@ QUEUE_OPTIONS = ("max_queue", "queue_timeout")
 
 @config_options(*ENGINE_OPTIONS, *SAMPLING_OPTIONS, *QUEUE_OPTIONS)
 def serve(
+    context: typer.Context,
     given: Given,
     host: Annotated[
         str,
@@ -74,7 +75,8 @@ def serve(
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout or None,
     )
-    options = ServeOptions(settings, drain_seconds, not no_fallback, degraded, resolved.origins)
+    keeper = context.obj() if context.obj is not None else None
+    options = ServeOptions(settings, drain_seconds, not no_fallback, degraded, resolved.origins, keeper)
     return run(config, options, lambda: given.resolve().config)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from runtime.command_options import emit_json, tell
+from runtime.command_options import Json, emit_json, tell
 
 if TYPE_CHECKING:
     from runtime.service import Scope, Service
@@ -20,7 +20,6 @@ service_app = typer.Typer(
 System = Annotated[
     bool, typer.Option("--system/--user", help="A service of the system, or of your own (default).")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
 
 

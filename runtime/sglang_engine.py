@@ -108,7 +108,7 @@ def prepare(config: RuntimeConfig) -> Prepared:
     if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
         raise ConfigRejected(
             f"drafter: {pair.drafter_path} is fed with the target's last layer (target_layer_ids "
-            f"{list(drafter.target_layer_ids)} of {layers} layers), which SGLang does not hand over; use engine = native",
+            f"{list(drafter.target_layer_ids)} of {layers} layers), which SGLang keeps; use engine = native",
             "drafter",
         )
     return Prepared(pair, launch_of(config, pair, budget, block), budget)

@@ -49,8 +49,8 @@ def environment_folder(env: Mapping[str, str] = os.environ) -> Path:
     return home / "ddtree" / "sglang"
 
 
-def find_python(wanted: str | None) -> Path:
-    """SGLang's Python; raises ConfigRejected, saying how to get one, where there is none."""
+def find_python(wanted: str) -> Path:
+    """SGLang's Python, `wanted` or else the installed one; raises ConfigRejected, saying how to get one, without."""
     path = Path(wanted).expanduser() if wanted else environment_folder() / "bin" / "python"
     if os.access(path, os.X_OK) and path.is_file():
         return path

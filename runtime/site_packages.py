@@ -92,10 +92,34 @@ def _distributions(name: str, folder: Path | None) -> Iterator[metadata.Distribu
 
 
 def python_files(package: metadata.Distribution) -> Iterator[tuple[str, str]]:
-    """Python files of a package with their SHA-256 (urlsafe base64, unpadded), from its RECORD (PEP 376, PEP 427)."""
-    for row in csv.reader((package.read_text("RECORD") or "").splitlines()):
-        if len(row) >= 2 and row[0].endswith(".py") and row[1].startswith("sha256=") and ".." not in row[0]:
-            yield row[0], row[1].removeprefix("sha256=")
+    """Python files of a package inside site-packages with the SHA-256 its RECORD gives them, in hexadecimal."""
+    rows = record_rows(package.read_text("RECORD") or "")
+    return ((path, digest) for path, digest in rows if digest and path.endswith(".py"))
+
+
+def record_rows(record: str) -> Iterator[tuple[str, str]]:
+    """(path, SHA-256 in hexadecimal or "") of the files inside site-packages that a RECORD names.
+
+    Source: PyPA specification "Recording installed projects"; paths outside are scripts and the like.
+    """
+    for row in csv.reader(record.splitlines()):
+        if row and is_inside(row[0]):
+            algorithm, _, value = (row[1] if len(row) > 1 else "").partition("=")
+            yield row[0], _hexadecimal(value) if algorithm == "sha256" else ""
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path of RECORD or of a snapshot stays inside site-packages, by its spelling."""
+    if not path or path.startswith("/") or "\0" in path or "\\" in path:
+        return False
+    return "." not in (parts := path.split("/")) and ".." not in parts and "" not in parts
+
+
+def _hexadecimal(value: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
+    except ValueError:
+        return ""
 
 
 def _changed(path: Path, digest: str) -> str | None:
@@ -105,8 +129,7 @@ def _changed(path: Path, digest: str) -> str | None:
         return "missing"
     except OSError:
         return None
-    found = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-    return None if found == digest else "altered"
+    return None if hashlib.sha256(content).hexdigest() == digest else "altered"
 
 
 def _torch_cuda(torch: metadata.Distribution | None) -> str | None:

@@ -86,10 +86,18 @@ class TargetModel:
         architecture, self.config = hf_config(checkpoint)
         self.vocab_size = int(self.config.vocab_size)
         state = {name: value.to(self.device, dtype) for name, value in checkpoint.load_state().items()}
-        model = _skeleton(architecture, self.config)
+        if int(self.config.num_hidden_layers) > len(state):
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json has {self.config.num_hidden_layers} layers, more than the "
+                f"{len(state)} weights there; the folder is incomplete or of another model"
+            )
+        try:
+            model = _skeleton(architecture, self.config)
+            rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
+        except Exception as error:  # as in `hf_config`
+            raise _no_such(checkpoint, architecture, error) from None
         _check_names(model, state, checkpoint, self.config)
         self._add_heads(state, linear, draft_linear)
-        rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
         self._decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
@@ -202,11 +210,21 @@ def hf_config(checkpoint: Checkpoint) -> tuple[str, Any]:
     AttentionInterface.register(ATTENTION_NAME, _slot_attention)
     fields = dict(checkpoint.config)
     architecture = str(fields.pop("architectures")[0])
-    for unused in ("torch_dtype", "dtype", "transformers_version"):
+    for unused in ("torch_dtype", "dtype", "transformers_version", "auto_map"):
         fields.pop(unused, None)
-    config = AutoConfig.for_model(**fields)
+    try:
+        config = AutoConfig.for_model(**fields)
+    except Exception as error:  # each field of each family is checked by a rule of its own
+        raise _no_such(checkpoint, architecture, error) from None
     config._attn_implementation = ATTENTION_NAME
     return architecture, config
+
+
+def _no_such(checkpoint: Checkpoint, architecture: str, error: Exception) -> CheckpointError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return CheckpointError(
+        f"{checkpoint.path}: config.json describes no {architecture} ({reason}); copy it again"
+    )
 
 
 def _skeleton(architecture: str, config: Any) -> Any:

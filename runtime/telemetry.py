@@ -10,15 +10,14 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from runtime.nvml import Gpus, import_nvml
+from runtime.nvml import Gpus
+from runtime.nvml_probe import attempt, import_nvml
 from runtime.samples import HostSample
 
 OWN_PIDS_S = 5.0
 """Seconds for which the list of the runtime's own processes holds."""
-
-Value = TypeVar("Value")
 
 
 def import_psutil() -> Any | None:
@@ -56,12 +55,12 @@ class HostSampler:
         psutil = self._psutil
         cpu = cpu_count = memory = process = None
         if psutil is not None:
-            cpu = _try(lambda: psutil.cpu_percent(None) / 100.0)
-            cpu_count = _try(lambda: psutil.cpu_count())
-            memory = _try(psutil.virtual_memory)
+            cpu = attempt(lambda: psutil.cpu_percent(None) / 100.0)
+            cpu_count = attempt(lambda: psutil.cpu_count())
+            memory = attempt(psutil.virtual_memory)
             if self._process is None:
-                self._process = _try(psutil.Process)
-            process = _try(lambda: self._process.memory_info().rss if self._process else None)
+                self._process = attempt(psutil.Process)
+            process = attempt(lambda: self._process.memory_info().rss if self._process else None)
         gpus, note = self._gpus.sample()
         return HostSample(
             host=platform.node() or "localhost",
@@ -71,7 +70,7 @@ class HostSampler:
             memory_used=memory.total - memory.available if memory is not None else None,
             memory_total=memory.total if memory is not None else None,
             process_memory=process,
-            load_1m=_try(lambda: os.getloadavg()[0]),
+            load_1m=attempt(lambda: os.getloadavg()[0]),
             gpus=gpus,
             gpu_note=note,
         )
@@ -80,14 +79,6 @@ class HostSampler:
         """This process and its children."""
         if self._clock() >= self._own_until:
             self._own_until = self._clock() + OWN_PIDS_S
-            children = _try(lambda: self._process.children(recursive=True) if self._process else []) or []
+            children = attempt(lambda: self._process.children(recursive=True) if self._process else []) or []
             self._own = frozenset({os.getpid(), *(child.pid for child in children)})
         return self._own
-
-
-def _try(read: Callable[[], Value]) -> Value | None:
-    """What `read` returns; None if the system refuses."""
-    try:
-        return read()
-    except Exception:
-        return None

@@ -7,9 +7,10 @@ the text decoded at once. For byte-level BPE that equals the library's own decod
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ _TEMPLATE_TOKENS = (
     "cls_token",
     "mask_token",
 )
+LARGEST_ID = 1 << 24
 _GGUF_CONTROL_TOKEN, _GGUF_USER_TOKEN = 3, 4
 
 
@@ -59,12 +61,14 @@ class ChatTokenizer:
         Raises:
             CheckpointError: another tokenizer model or pre-tokenizer, or inconsistent tables.
         """
-        return _assemble(
-            _gguf_tokenizer(gguf),
-            gguf.metadata.get("tokenizer.chat_template"),
-            _gguf_specials(gguf),
-            gguf.path,
-        )
+        with _understood(gguf.path):
+            template = gguf.metadata.get("tokenizer.chat_template")
+            return _assemble(
+                _gguf_tokenizer(gguf),
+                template if isinstance(template, str) else None,
+                _gguf_specials(gguf),
+                gguf.path,
+            )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTokenizer:
@@ -74,12 +78,15 @@ class ChatTokenizer:
             CheckpointError: no or unreadable `tokenizer.json`, or a decoder of an unknown kind.
         """
         folder = Path(folder)
-        config = _optional_json(folder / "tokenizer_config.json")
-        specials = _optional_json(folder / "special_tokens_map.json") | config
-        named = {
-            key: _token_text(specials[key]) for key in _TEMPLATE_TOKENS if _token_text(specials.get(key))
-        }
-        return _assemble(_folder_tokenizer(folder, config), _folder_template(folder, config), named, folder)
+        with _understood(folder):
+            config = _optional_json(folder / "tokenizer_config.json")
+            specials = _optional_json(folder / "special_tokens_map.json") | config
+            named = {
+                key: _token_text(specials[key]) for key in _TEMPLATE_TOKENS if _token_text(specials.get(key))
+            }
+            return _assemble(
+                _folder_tokenizer(folder, config), _folder_template(folder, config), named, folder
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -191,6 +198,20 @@ class IncrementalDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+@contextlib.contextmanager
+def _understood(path: Path) -> Iterator[None]:
+    """What stands in a tokenizer's files in another way than any tokenizer has it, as a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(
+            f"{path}: the tokenizer cannot be understood ({reason}); copy the model again"
+        ) from None
+
+
 def _assemble(
     tokenizer: Tokenizer, template: str | None, specials: Mapping[str, str], path: Path
 ) -> ChatTokenizer:
@@ -205,6 +226,10 @@ def _assemble(
         raise UnsupportedCheckpoint(
             f"{path}: the tokenizer's decoder is neither byte-level BPE nor SentencePiece style;"
             " use a model with one of these tokenizers"
+        )
+    if max(vocabulary.values()) >= LARGEST_ID:
+        raise CheckpointError(
+            f"{path}: the tokenizer has a token id of {max(vocabulary.values())}, which cannot be; copy it again"
         )
     table = [b""] * (max(vocabulary.values()) + 1)
     to_bytes = _byte_level_bytes if byte_level else _sentencepiece_bytes
@@ -330,7 +355,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON ({error}); copy the file again") from None
     return content if isinstance(content, dict) else {}
 

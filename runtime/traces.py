@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from runtime.interface import Mode, TreeNode, TreeTrace
+from runtime.interface import TreeNode, TreeTrace
 
 if TYPE_CHECKING:
     from runtime.round import SequenceRound
@@ -107,7 +107,7 @@ def _tree_trace(traced: TracedRound, name: Callable[[int], str]) -> TreeTrace:
         bonus_token_id=bonus,
         bonus_text="" if bonus is None else name(bonus),
         tree_budget=traced.how.tree_budget,
-        mode=_mode(traced.how.mode),
+        mode=traced.how.mode,
         reason=traced.how.reason,
         finish=traced.finish,
     )
@@ -129,7 +129,3 @@ def accepted_nodes(traced: TracedRound) -> tuple[frozenset[int], int | None]:
             )
         )
     return frozenset(path), None
-
-
-def _mode(name: str) -> Mode:
-    return "tree" if name == "tree" else "chain" if name == "chain" else "off"

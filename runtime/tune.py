@@ -151,7 +151,7 @@ async def tune(
     about, status = await runtime.describe(), await runtime.status()
     inactive = about.speculation if about.speculation != "ready" else None
     current = current_setting(status.config, inactive is not None)
-    arms = _arms(plan, about.max_tree_budget, inactive is not None, current)
+    arms = arms_to_try(plan, about.max_tree_budget, inactive is not None, current)
     race = Race(arms, current)
     facts = {
         "model": about.target,
@@ -242,7 +242,7 @@ def current_setting(config: Mapping[str, Any], plain_only: bool = False) -> Arm 
     return Arm(mode, int(budget or 0) if mode == "tree" else 0)
 
 
-def _arms(plan: TunePlan, most: int, plain_only: bool, current: Arm | None) -> list[Arm]:
+def arms_to_try(plan: TunePlan, most: int, plain_only: bool, current: Arm | None) -> list[Arm]:
     """The settings to try; plain decoding and the setting in force always, to compare with."""
     if plain_only:
         return [Arm("off", 0)]

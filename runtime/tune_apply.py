@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from runtime.config import RuntimeConfig, validate
 from runtime.interface import ConfigRejected, Runtime
@@ -50,6 +51,25 @@ def apply_to_file(file: Path, config: RuntimeConfig, report: TuneReport) -> str:
     draft.write_text(tomlkit.dumps(document), encoding="utf-8")
     draft.replace(file)
     return f"written to {file}"
+
+
+def evidence(plan: TunePlan, report: TuneReport) -> dict[str, Any]:
+    """What was measured, in the form of an answer of `ddtree bench --json`, which snapshots keep."""
+    figure = {"latency": "tok_s", "throughput": "total_tok_s"}.get(report.objective)
+    rows = [
+        {
+            "mode": each.mode,
+            "tree_budget": each.tree_budget,
+            "temperature": plan.temperature,
+            "concurrency": plan.concurrency if plan.rate is None else None,
+            "tok_s": None,
+            "accept_length": each.accept_length,
+            **({figure: each.value} if figure is not None else {}),
+        }
+        for each in report.results
+        if each.value is not None
+    ]
+    return {"schema": 1, "conditions": {"by": "ddtree tune", **report.conditions}, "results": rows}
 
 
 def _change(report: TuneReport) -> dict[str, object]:

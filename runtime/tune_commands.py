@@ -13,15 +13,23 @@ import typer
 
 from runtime.command_options import (
     ENGINE_OPTIONS,
+    MODES,
     Given,
+    JsonLine,
     ProgressLine,
+    PromptFile,
+    SloLimits,
+    budgets_of,
     config_options,
     emit_json,
     numbers,
+    per_kind_of,
+    read_only,
     tell,
+    with_room,
     words,
 )
-from runtime.commands import MODES, budgets_of, per_kind_of, wait_ready, with_room
+from runtime.commands import wait_ready
 
 if TYPE_CHECKING:
     from runtime.config import RuntimeConfig
@@ -50,17 +58,13 @@ def tune(
     rate: Annotated[
         float | None, typer.Option(metavar="R", min=0.001, help="Requests per second instead of users.")
     ] = None,
-    slo: Annotated[
-        str | None, typer.Option(metavar="LIST", help="For goodput, as ttft=500ms,tpot=50ms.")
-    ] = None,
+    slo: SloLimits = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, max=2.0, help="Temperature.")] = 0.0,
     modes: Annotated[
         str, typer.Option(metavar="LIST", help="Modes to try; plain decoding is always compared with.")
     ] = "off,chain,tree",
     budgets: Annotated[str | None, typer.Option(metavar="LIST", help="Tree budgets to try.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts (JSON lines); default: built in.")
-    ] = None,
+    prompts: PromptFile = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Output tokens of a request.")] = 32,
     url: Annotated[
         str | None,
@@ -76,19 +80,27 @@ def tune(
         bool,
         typer.Option("--apply", help="Put it in force: on the server, or in the configuration file."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
+    snapshot: Annotated[
+        bool,
+        typer.Option(
+            "--snapshot/--no-snapshot", help="Keep what --apply did with its evidence as a snapshot."
+        ),
+    ] = True,
+    json: JsonLine = False,
 ) -> int:
     """Find the fastest mode and tree budget, by few interleaved measurements.
 
     Nothing is changed while measuring. Stopped, it goes on with the same command within an hour.
     """
-    if apply and os.environ.get("DDTREE_READ_ONLY", "").lower() not in ("", "0", "false", "no", "off"):
+    if apply and read_only():
         tell("refused: DDTREE_READ_ONLY is set")
         return REFUSED
     plan = _plan(
         given, objective, concurrency, rate, slo, temperature, modes, budgets, prompts, max_tokens, under_load
     )
     report = asyncio.run(_tune(given, plan, url, fresh, apply))
+    if apply and snapshot:
+        _keep(given, plan, report, url)
     if not json:
         print(report.table(), flush=True)
     emit_json(report.to_json())
@@ -138,10 +150,8 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
     from runtime.tune import tune as race
     from runtime.tune_apply import apply_to_file, apply_to_runtime
 
-    own = next((name for name, value in given.options.items() if value is not None), None)
-    if url is not None and own is not None:
-        option = "--" + own.replace("_", "-")
-        raise typer.BadParameter("is the server's own setting with --url", param_hint=option)
+    if url is not None:
+        given.refuse_beside_url()
     resolved = given.resolve()
     runtime: Runtime = (
         attach(url) if url is not None else await open_runtime(_roomy(resolved.config, plan), fall_back=False)
@@ -172,6 +182,34 @@ def _roomy(config: "RuntimeConfig", plan: "TunePlan") -> "RuntimeConfig":
     budgets = budgets_of(config, ",".join(map(str, plan.budgets)))
     roomy = with_room(config, budgets)
     return roomy.changed({"max_concurrency": max(roomy.max_concurrency, plan.concurrency)})
+
+
+def _keep(given: Given, plan: "TunePlan", report: "TuneReport", url: str | None) -> None:
+    """Has `ddtree snapshot save` keep the settings in force with the evidence; says so if that fails."""
+    import json
+    import subprocess
+    import sys
+    import tempfile
+
+    from runtime.race import Arm
+    from runtime.tune_apply import evidence
+
+    label = f"tune for {report.objective}: {Arm(report.mode, report.tree_budget)}"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "evidence.json"
+        file.write_text(json.dumps(evidence(plan, report)) + "\n", encoding="utf-8")
+        words = ["--label", label, "--note", report.table(), "--bench", str(file), "--no-fetch-originals"]
+        config = _config_file(given).absolute()
+        where = ["--url", url] if url is not None else ["--config", str(config)] if config.exists() else []
+        done = subprocess.run(
+            [sys.executable, "-m", "console", "snapshot", "save", *words, *where],
+            cwd=Path(__file__).parent.parent,  # where the packages of this command lie
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    tell(said[-1].removeprefix("ddtree: ") if said else f"no snapshot was saved (exit {done.returncode})")
 
 
 def _config_file(given: Given) -> Path:

@@ -21,7 +21,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit
 from urllib.request import Request, url2pathname, urlopen
 
-from runtime.gguf import CheckpointError
+from runtime.rejection import CheckpointError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes so far, bytes in all)."""

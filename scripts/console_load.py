@@ -1,10 +1,12 @@
 """How much the console costs and how fast its keys answer, measured on the real program in a pseudo-terminal.
 
-    python scripts/console_load.py [--seconds 30] [--keys 200] [--size 120x40] [--model NAME_OR_FOLDER]
+    python scripts/console_load.py [--seconds 30] [--keys 200] [--pairs 8] [--size 120x40] [--model NAME_OR_FOLDER]
 
 Eight simulated GPUs are sampled ten times a second. First the engine idles, its baselines measured; then it decodes
 without a pause. A key's answer is the time from its byte until what it paints is there. The console's CPU is that of
-its own thread, as a share of one core; only on a machine with nothing else to do are the figures worth anything.
+its own thread, as a share of one core. Then the same answer is decoded in turn under the console and by the same
+runtime without one (the other process is stopped meanwhile), `--pairs` times. Only on a machine with nothing else to
+do are the figures worth anything.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import pty
 import random
 import select
 import signal
+import statistics
 import struct
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -34,39 +38,55 @@ TICKS = os.sysconf("SC_CLK_TCK")
 SCREENS = ((b"8", b"[8 Log]"), (b"1", b"[1 Live]"))
 
 
-def child(model: str | None) -> None:
-    """The console with simulated GPUs and, from SIGUSR1 on, a client that asks without end."""
+def child(model: str | None, answers: Path, headless: bool) -> None:
+    """The console, or its runtime alone, with simulated GPUs and a client.
+
+    The client asks once for each SIGUSR1, without end from SIGUSR2 on; the tok/s of each answer go to `answers`.
+    """
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from fake_nvml import FakeNvml
 
     from console.session import run_console
     from runtime import local
     from runtime.config import RuntimeConfig
-    from runtime.interface import GenerateRequest, SamplingParams
+    from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
     from runtime.telemetry import HostSampler
 
     local.HostSampler = functools.partial(HostSampler, nvml=lambda: FakeNvml(gpus=GPUS))  # type: ignore[misc, assignment]
     local.HOST_SAMPLE_SECONDS = 1 / SAMPLES_A_SECOND
-    begin = threading.Event()
+    wanted = threading.Semaphore(0)
     threading.Thread(target=name_threads, name="names", daemon=True).start()
-    signal.signal(signal.SIGUSR1, lambda *_: begin.set())
+    signal.signal(signal.SIGUSR1, lambda *_: wanted.release())
+    signal.signal(signal.SIGUSR2, lambda *_: wanted.release(10**6))
     config = RuntimeConfig(threads=1) if model is None else RuntimeConfig(model=model, threads=1)
 
     async def ask(runtime: local.LocalRuntime) -> None:
         await runtime.wait_ready()
-        await asyncio.to_thread(begin.wait)
         request = GenerateRequest(
-            prompt="Tell me a long story.", sampling=SamplingParams(max_tokens=256, ignore_eos=True)
+            prompt="Tell me a long story.",
+            sampling=SamplingParams(max_tokens=256, ignore_eos=True, temperature=0.0),
+            reuse_prefix=False,
         )
         while True:
-            async for _ in runtime.generate(request):
-                pass
+            await asyncio.to_thread(wanted.acquire)
+            async for event in runtime.generate(request):
+                if isinstance(event, RequestFinished) and event.stats is not None:
+                    with answers.open("a") as file:
+                        file.write(f"{event.stats.tok_s}\n")
 
     async def opener() -> local.LocalRuntime:
         runtime = local.LocalRuntime(config)
         threading.Thread(target=lambda: asyncio.run(ask(runtime)), name="load", daemon=True).start()
         return runtime
 
+    async def alone() -> None:
+        runtime = await opener()
+        await asyncio.Event().wait()
+        await runtime.aclose()
+
+    if headless:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        asyncio.run(alone())
     sys.exit(run_console(opener))
 
 
@@ -154,6 +174,45 @@ def latencies(screen: Screen, keys: int) -> list[float]:
     return sorted(taken)
 
 
+class Alternating:
+    """Two processes of which one runs at a time: each answers once when asked."""
+
+    def __init__(self, answers: dict[int, Path], screen: Screen) -> None:
+        self._answers, self._screen = answers, screen
+
+    def answer(self, pid: int) -> float:
+        """tok/s of one answer of `pid` while all others stand still."""
+        for other in self._answers:
+            os.kill(other, signal.SIGCONT if other == pid else signal.SIGSTOP)
+        self._screen.drain(0.5)
+        before = self._lines(pid)
+        os.kill(pid, signal.SIGUSR1)
+        while len(lines := self._lines(pid)) == len(before):
+            self._screen.drain(0.1)
+        return float(lines[-1])
+
+    def _lines(self, pid: int) -> list[str]:
+        path = self._answers[pid]
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def against_headless(console: int, headless: int, turns: Alternating, pairs: int) -> dict[str, object]:
+    """tok/s under the console and without one, interleaved; their medians and the ratio of these."""
+    tok_s: dict[int, list[float]] = {console: [], headless: []}
+    for number in range(pairs + 1):
+        for pid in (console, headless) if number % 2 else (headless, console):
+            rate = turns.answer(pid)
+            if number:  # the first pair warms up
+                tok_s[pid].append(round(rate, 2))
+    with_console, without = statistics.median(tok_s[console]), statistics.median(tok_s[headless])
+    return {
+        "console_tok_s": tok_s[console],
+        "headless_tok_s": tok_s[headless],
+        "medians": [with_console, without],
+        "ratio": round(with_console / without, 4),
+    }
+
+
 def at(values: list[float], share: float) -> float:
     return round(values[min(len(values) - 1, int(share * len(values)))] * 1000, 1)
 
@@ -164,12 +223,23 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--keys", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--size", default="120x40")
     parser.add_argument("--model")
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(given, Path(folder))
+
+
+def run(given: argparse.Namespace, folder: Path) -> None:
+    """Starts the console and, for the comparison, its runtime alone; prints the result as JSON."""
+    os.environ["XDG_STATE_HOME"] = str(folder)  # a console opens on the screen that was left last
     pid, fd = pty.fork()
     if pid == 0:
-        child(given.model)
+        child(given.model, folder / "console", headless=False)
+    headless = os.fork()
+    if headless == 0:
+        child(given.model, folder / "headless", headless=True)
     columns, rows = map(int, given.size.split("x"))
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     os.kill(pid, signal.SIGWINCH)
@@ -178,14 +248,25 @@ def main() -> None:
         if screen.until(b"at start-up", 400.0) is None:
             sys.exit("the baselines were not measured within 400 s")
         screen.drain(5.0)
+        turns = Alternating({pid: folder / "console", headless: folder / "headless"}, screen)
+        compared = against_headless(pid, headless, turns, given.pairs) if given.pairs else None
+        os.kill(headless, signal.SIGSTOP)
+        os.kill(pid, signal.SIGCONT)
+        screen.drain(5.0)
         result: dict[str, object] = {"size": given.size, "idle": measure(pid, screen, given.seconds)}
-        os.kill(pid, signal.SIGUSR1)
+        if compared is not None:
+            result["decoding_tok_s"] = compared
+        taken = latencies(screen, given.keys)
+        result["key_ms_idle"] = {"p50": at(taken, 0.5), "p99": at(taken, 0.99), "max": at(taken, 1.0)}
+        os.kill(pid, signal.SIGUSR2)
         screen.drain(10.0)
         result["decoding"] = measure(pid, screen, given.seconds)
         taken = latencies(screen, given.keys)
         result["key_ms_decoding"] = {"p50": at(taken, 0.5), "p99": at(taken, 0.99), "max": at(taken, 1.0)}
         print(json.dumps(result, indent=2))
     finally:
+        os.kill(headless, signal.SIGKILL)
+        os.waitpid(headless, 0)
         os.kill(pid, signal.SIGTERM)
         screen.drain(3.0)
         os.waitpid(pid, 0)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +19,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
+from console.lists import List
 from console.prompt_input import PromptInput
-from runtime.config import RuntimeConfig
+from runtime.config import resolve
 from runtime.connect import open_runtime
 from runtime.interface import EngineState, Runtime
 
 QUESTION = "Write a Python function that checks whether a word is a palindrome, and explain how it works."
 LOAD_S = 300.0
 ANSWER_S = 120.0
+BENCH_S = 600.0
+TREE_BUDGET = 15
 SETTLE_S = 3.0
 """Seconds in which a screen reads its files."""
 
@@ -66,25 +71,33 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
 
     async with app.run_test(size=size) as pilot:
         await reached(pilot, app, ready, LOAD_S)
-        await pilot.press("m", "m")
+        await pilot.press("m", "m", "m")
         await ask(pilot, app)
         await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
+        await snapshot(pilot, app, "chain, for comparison")
         await pilot.press("m")
+        await reached(pilot, app, lambda: app.view.config.get("mode") == "tree", ANSWER_S)
+        while (app.view.config.get("tree_budget") or 0) < TREE_BUDGET:
+            await pilot.press("right_square_bracket")
+            await pilot.pause(0.5)
         await ask(pilot, app)
         await reached(pilot, app, lambda: len(app.prompt.conversation.turns[-1].pieces) > 60, ANSWER_S)
         save("console-prompt.svg")
-        await pilot.press("2")
+        await pilot.press("2", "space")
         await reached(pilot, app, lambda: app.tree.shown is not None, ANSWER_S)
         save("console-tree.svg")
         await pilot.press("1")
         await pilot.pause(1.0)
         save("console.svg")
         await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
+        await snapshot(pilot, app, f"tree {TREE_BUDGET}: best on this host")
+        await pilot.press("7", "r")
+        await reached(pilot, app, lambda: app.bench.query_one(List).row_count > 0, BENCH_S)
         for key, name in (
+            ("7", "bench"),
             ("4", "controls"),
             ("5", "snapshots"),
             ("6", "layouts"),
-            ("7", "bench"),
             ("8", "log"),
         ):
             await pilot.press(key)
@@ -94,8 +107,24 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
     return files
 
 
+async def snapshot(pilot: Pilot[int], app: ConsoleApp, label: str) -> None:
+    """Saves a snapshot by its key and waits until it is there."""
+    await pilot.press("s")
+    await pilot.pause(0.5)
+    await pilot.press(*label, "enter")
+    await reached(pilot, app, lambda: "saved " in app.view.notice, ANSWER_S)
+
+
 async def main(folder: Path, size: tuple[int, int]) -> None:
-    runtime = await open_runtime(RuntimeConfig())
+    # The host keeps its own snapshots, results and preferences out of the pictures.
+    with tempfile.TemporaryDirectory() as own:
+        os.environ |= {"XDG_DATA_HOME": own, "XDG_STATE_HOME": own, "XDG_CONFIG_HOME": own}
+        await pictures(folder, size)
+
+
+async def pictures(folder: Path, size: tuple[int, int]) -> None:
+    resolved = resolve({})
+    runtime = await open_runtime(resolved.config, origins=resolved.origins)
     try:
         for path in await take(runtime, folder, size):
             print(path)

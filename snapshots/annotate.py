@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from snapshots.content import UNKNOWN, Figure, Gpu, Hardware, Snapshot
+from snapshots.content import UNKNOWN, Figure, Gpu, Hardware, PackageState, PatchedFile, Snapshot
 
 _MARK = "<!-- ddtree: the note above has {} bytes -->"
 _FIND = re.compile(rb"<!-- ddtree: the note above has (\d+) bytes -->")
@@ -37,7 +37,9 @@ def headline(snapshot: Snapshot) -> Figure | None:
     own = [
         figure
         for figure in snapshot.measurements.results
-        if figure.mode == mode and (mode != "tree" or budget in ("auto", None, figure.tree_budget))
+        if (figure.mode == mode and (mode != "tree" or budget in ("auto", None, figure.tree_budget)))
+        # Auto mode has no setting of its own: what it decoded is told by the setting it mostly chose.
+        or (mode == "auto" and figure.source != "baseline")
     ]
     return min(own, key=lambda figure: (order[figure.source], -(figure.requests or 0)), default=None)
 
@@ -131,6 +133,10 @@ def _environment(snapshot: Snapshot) -> Iterator[str]:
     yield f"OS {shown(software.os)}, kernel {shown(software.kernel)}, container {shown(software.container)}"
     versions = [f"{name} {shown(version)}" for name, version in sorted(software.packages.items())]
     yield ", ".join([f"Python {shown(software.python)}", *versions])
+    if environment.sglang is not None:
+        there = sorted(environment.sglang.packages.items())
+        versions = [f"{name} {version}" for name, version in there if version is not None]
+        yield ", ".join([f"SGLang's own environment: Python {shown(environment.sglang.python)}", *versions])
     yield from (f"{name}={value}" for name, value in sorted(environment.variables.items()))
 
 
@@ -160,23 +166,31 @@ def _gpu(gpu: Gpu) -> str:
 def _patches(snapshot: Snapshot) -> Iterator[str]:
     if not snapshot.patches and not snapshot.packages:
         yield "No package was compared with its wheel."
-    absent = [state.package for state in snapshot.packages if state.install == "absent"]
+    absent = [_named(state) for state in snapshot.packages if state.install == "absent"]
     if absent:
         yield f"- not installed: {', '.join(absent)}"
     for state in snapshot.packages:
         if state.install == "absent":
             continue
-        told = f"{state.package} {shown(state.version)} ({state.install})"
+        told = f"{_named(state)} {shown(state.version)} ({state.install})"
         if state.install == "wheel":
             told += f": {state.vanilla} of {state.files} files are as the wheel has them"
         elif state.describe:
             told += f": {state.describe}"
         yield f"- {told}"
     for file in snapshot.patches:
-        yield f"- {file.kind}: {file.path} (for {file.package} {file.version})"
+        yield f"- {file.kind}: {file.path} (for {_named(file)} {file.version})"
     if snapshot.patches:
         yield ""
         yield "A patch holds for the version named beside it; for a newer one check whether it is still needed."
+
+
+def _named(package: PackageState | PatchedFile) -> str:
+    return (
+        f"{package.package} in {package.environment}'s environment"
+        if package.environment
+        else package.package
+    )
 
 
 def _files(snapshot: Snapshot) -> Iterator[str]:

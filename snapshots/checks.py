@@ -69,7 +69,7 @@ async def verify(
                 f"the runtime runs another configuration ({first.name} {first.before} instead of {first.after}); "
                 f"first: ddtree snapshot rollback {entry.id}"
             )
-    now = await _measured(snapshot.config, runtime, under_load, progress)
+    now = await measured(snapshot.config, runtime, under_load, progress)
     hardware = await asyncio.to_thread(_hardware_here, snapshot)
     holds, verdict = diff.verdict(headline(snapshot), now, hardware)
     return Verified(entry, headline(snapshot), now, holds, verdict)
@@ -101,7 +101,7 @@ async def bisect(
         progress(f"measuring {entry.label or entry.id}")
         _, snapshot = await asyncio.to_thread(store.load, entry.commit)
         try:
-            figure = await _measured(snapshot.config, runtime, under_load, progress, change=True)
+            figure = await measured(snapshot.config, runtime, under_load, progress, change=True)
         except _NotHere as reason:
             skipped.append((entry, str(reason)))
             return None
@@ -135,13 +135,14 @@ class _NotHere(Exception):
     """This configuration cannot be measured with the runtime at hand."""
 
 
-async def _measured(
+async def measured(
     config: dict[str, Any],
     runtime: Runtime | None,
     under_load: bool,
     progress: Progress,
     change: bool = False,
 ) -> Figure:
+    """The standard bench of `config`: through `runtime` (with `change` put through it), else in this process."""
     if runtime is None:
         from runtime.config import validate
         from runtime.connect import open_runtime
@@ -161,7 +162,9 @@ async def _measured(
         if not plan.allowed:
             raise _NotHere(plan.summary)
         if plan.changes:
-            await runtime.apply(wanted, plan.revision, "ddtree snapshot bisect")
+            report = await runtime.apply(wanted, plan.revision, "ddtree snapshot bisect")
+            if report.failure is not None:
+                raise _NotHere(report.failure)
             await live.wait_ready(runtime)
     return await live.standard_bench(runtime, under_load, progress)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import tomllib
@@ -58,6 +59,15 @@ def to_files(snapshot: Snapshot, snapshot_id: str = "COMMIT") -> dict[str, bytes
 
 def from_files(files: Mapping[str, bytes]) -> Snapshot:
     """The snapshot that `files` hold; raises Unreadable naming the file that is missing or wrong."""
+    try:
+        return _from_files(files)
+    except Unreadable:
+        raise
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise Unreadable(f"the files are no snapshot: {_first(error)}") from None
+
+
+def _from_files(files: Mapping[str, bytes]) -> Snapshot:
     environment = _read_toml(files, ENVIRONMENT)
     about = environment.pop("snapshot", {})
     environment.pop("schema", None)
@@ -98,7 +108,7 @@ def _patch_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
         return
     entries = []
     for file in snapshot.patches:
-        folder = f"patches/{stored_name(f'{file.package}-{file.version}'.replace('/', '_'))}"
+        folder = f"patches/{_stored_package(file.environment, f'{file.package}-{file.version}')}"
         entry = file.model_dump(exclude={"content", "original"})
         for side, content in (("now", file.content), ("wheel", file.original), ("diff", _diff(file))):
             if content is not None:
@@ -111,17 +121,45 @@ def _patch_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     for state in snapshot.packages:
         entry = state.model_dump(exclude={"diff"})
         if state.diff:
-            entry["diff"] = f"patches/{stored_name(state.package.replace('/', '_'))}.source.diff"
+            entry["diff"] = f"patches/{_stored_package(state.environment, state.package)}.source.diff"
             yield entry["diff"], _utf8(state.diff)
         packages.append(entry)
     yield PATCH_INDEX, _json({"schema": SCHEMA, "packages": packages, "files": entries})
 
 
-def _diff(file: PatchedFile) -> bytes | None:
-    from snapshots.patches import diff
+def _stored_package(environment: str, name: str) -> str:
+    """The folder of a package; the same version may be patched in two environments."""
+    return (f"{environment}/" if environment else "") + stored_name(name.replace("/", "_"))
 
-    text = diff(file)
+
+def _diff(file: PatchedFile) -> bytes | None:
+    text = patch_diff(file)
     return None if text is None else _utf8(text)
+
+
+def patch_diff(patch: PatchedFile) -> str | None:
+    """The unified diff from the wheel's file to the one found; None where the original is out of reach."""
+    if patch.original is None and patch.kind != "added":
+        return None
+    if patch.content is None and patch.kind != "missing":
+        return None
+    before, after = patch.original or b"", patch.content or b""
+    names = f"a/{patch.path}", f"b/{patch.path}"
+    if b"\0" in before or b"\0" in after:
+        return f"Binary files {names[0]} and {names[1]} differ\n"
+    old = "/dev/null" if patch.kind == "added" else names[0]
+    new = "/dev/null" if patch.kind == "missing" else names[1]
+    return "".join(_marked(difflib.unified_diff(_lines(before), _lines(after), fromfile=old, tofile=new)))
+
+
+def _lines(content: bytes) -> list[str]:
+    return content.decode("utf-8", "replace").splitlines(keepends=True)
+
+
+def _marked(lines: Iterator[str]) -> Iterator[str]:
+    """A diff's lines; one without an end of line gets git's remark."""
+    for line in lines:
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 def _unit_files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
@@ -197,14 +235,17 @@ def _json(value: Mapping[str, Any]) -> bytes:
 def _read_toml(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(_taken(files, name).decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, no TOML, or numbers and brackets beyond all measure
         raise Unreadable(f"{name} cannot be read: {error}") from None
 
 
 def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         value = json.loads(_taken(files, name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(f"{name} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise Unreadable(f"{name} cannot be read: it is no object")

@@ -300,6 +300,7 @@ def _show_outcome(plan: Preview, outcome: Outcome, json: bool) -> None:
                 "back": outcome.back,
                 "verdict": outcome.verdict,
                 "notes": list(outcome.notes),
+                "kept": outcome.kept,
             }
         )
         return
@@ -308,6 +309,7 @@ def _show_outcome(plan: Preview, outcome: Outcome, json: bool) -> None:
             f"rolled back to {plan.entry.id} as {outcome.entry.id}: {outcome.applied}",
             *(f"wrote {path}" for path in outcome.files),
             *outcome.notes,
+            *([outcome.kept] if outcome.kept else []),
             outcome.verdict,
         ]
     )

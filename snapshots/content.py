@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 UNKNOWN = "n/a"
+EnvironmentName = Literal["", "sglang"]
+"""Where a package is installed: beside ddtree, or in the virtual environment that SGLang has for itself."""
 REDACTED = "<redacted by ddtree>"
 """Stands in a stored file where a secret stood; never written into a live file."""
 
@@ -127,6 +129,8 @@ class Environment(Frozen):
     hardware: Hardware = Hardware()
     toolkits: Toolkits = Toolkits()
     software: Software = Software()
+    sglang: Software | None = None
+    """What SGLang's own virtual environment holds; None where there is none."""
     variables: dict[str, str] = Field(default_factory=dict)
     """Environment variables that matter; a secret's value is `REDACTED`."""
     files: tuple[ModelFile, ...] = ()
@@ -189,6 +193,7 @@ class PatchedFile(Frozen):
     original_sha256: Known = None
     """By RECORD, hexadecimal; None where it was added."""
     mode: int = 0o644
+    environment: EnvironmentName = ""
 
 
 class PackageState(Frozen):
@@ -205,6 +210,7 @@ class PackageState(Frozen):
     """`git describe` of an editable or source install."""
     diff: str = ""
     """Uncommitted changes of an editable or source install, as a unified diff."""
+    environment: EnvironmentName = ""
 
 
 class UnitFile(Frozen):

@@ -173,7 +173,9 @@ def _between(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Diffe
 
 def _patch_words(patches: tuple[PatchedFile, ...]) -> dict[str, str]:
     return {
-        f"{file.package} {file.path}": f"{file.kind} in {file.version}, {(file.sha256 or UNKNOWN)[:12]}"
+        " ".join(filter(None, (file.environment, file.package, file.path))): (
+            f"{file.kind} in {file.version}, {(file.sha256 or UNKNOWN)[:12]}"
+        )
         for file in patches
     }
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from snapshots.content import Environment, ModelFile, Software, Toolkit, Toolkits
 from snapshots.hardware import read_hardware
 from snapshots.hashes import HashCache
+from snapshots.installed import Elsewhere
 from snapshots.secrets import redact_environment
 
 PACKAGES = (
@@ -60,11 +61,13 @@ def capture(
     env: Mapping[str, str] = os.environ,
     hashes: HashCache | None = None,
     hash_seconds: float | None = HASH_SECONDS,
+    sglang: Elsewhere | None = None,
 ) -> Environment:
     """This host's environment now.
 
     Args:
         target_folder, drafter_folder: a folder of model files or one file; None where there is none.
+        sglang: the virtual environment that SGLang has for itself.
         hash_seconds: time for reading model files not hashed before; what is left keeps sha256 None. None: no limit.
     """
     cache = hashes or HashCache()
@@ -78,6 +81,7 @@ def capture(
         hardware=read_hardware(),
         toolkits=find_toolkits(env),
         software=read_software(),
+        sglang=read_software(sglang) if sglang is not None else None,
         variables=redact_environment(
             {name: env[name] for name in sorted(env) if VARIABLES.fullmatch(name) and "\0" not in env[name]}
         ),
@@ -179,13 +183,17 @@ def nvcc_version(nvcc: Path) -> str | None:
     return (found[2] or found[1]) if found else None
 
 
-def read_software(site_packages: Path | None = None) -> Software:
-    """Versions of what runs; `site_packages` names another environment than this interpreter's."""
+def read_software(other: Elsewhere | None = None) -> Software:
+    """Versions of what runs in this interpreter's environment, or in an `other` one."""
+    site_packages = other.site_packages if other is not None else None
+    version, python = (
+        (platform.python_version(), sys.executable) if other is None else (other.version, other.python)
+    )
     return Software(
-        python=f"{platform.python_version()} ({sys.executable})" if site_packages is None else None,
-        kernel=" ".join(platform.uname()[each] for each in (0, 2)) or None,
-        os=_os_name(),
-        container=_container(),
+        python=f"{version} ({python})",
+        kernel=" ".join(platform.uname()[each] for each in (0, 2)) or None if other is None else None,
+        os=_os_name() if other is None else None,
+        container=_container() if other is None else None,
         packages={name: installed_version(name, site_packages) for name in PACKAGES},
     )
 

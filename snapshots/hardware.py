@@ -7,19 +7,17 @@ made, so no GPU memory is taken.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import platform
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from runtime.nvml_probe import attempt, cuda_version, import_nvml, text
 from snapshots.content import Gpu, GpuLink, Hardware
 
-Value = TypeVar("Value")
 SYS = Path("/sys")
 LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's nearest common ancestor of two devices to nvidia-smi's name of the path between them."""
@@ -30,7 +28,7 @@ NVSWITCH = 2
 
 def read_hardware(nvml: Callable[[], Any] | None = None) -> Hardware:
     """What this host is made of; `nvml` gives the NVML binding, the one of nvidia-ml-py by default."""
-    memory = _try(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory = attempt(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     base = Hardware(
         machine=platform.machine() or None,
         cpu=_cpu_name(),
@@ -39,7 +37,7 @@ def read_hardware(nvml: Callable[[], Any] | None = None) -> Hardware:
         memory_bytes=memory,
     )
     try:
-        with _opened(nvml or _import_nvml) as library:
+        with _opened(nvml or import_nvml) as library:
             return base.model_copy(update=_gpu_part(library))
     except ImportError:
         return base.model_copy(update={"gpu_note": "the package nvidia-ml-py is not installed"})
@@ -55,23 +53,16 @@ def _opened(nvml: Callable[[], Any]) -> Iterator[Any]:
         yield library
     finally:
         # NVML counts its users: this ends our use of it, not that of a sampler in the same process.
-        _try(library.nvmlShutdown)
-
-
-def _import_nvml() -> Any:
-    with warnings.catch_warnings():
-        # A deprecated package of the same import name warns here.
-        warnings.simplefilter("ignore")
-        return importlib.import_module("pynvml")
+        attempt(library.nvmlShutdown)
 
 
 def _gpu_part(nvml: Any) -> dict[str, Any]:
     count = nvml.nvmlDeviceGetCount()
-    handles = [_try(partial(nvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+    handles = [attempt(partial(nvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     gpus = tuple(_gpu(nvml, index, handle) for index, handle in enumerate(handles))
     return {
-        "driver": _try(lambda: _string(nvml.nvmlSystemGetDriverVersion())),
-        "driver_cuda": _try(lambda: _cuda_version(nvml.nvmlSystemGetCudaDriverVersion_v2())),
+        "driver": attempt(lambda: text(nvml.nvmlSystemGetDriverVersion())),
+        "driver_cuda": attempt(lambda: cuda_version(nvml.nvmlSystemGetCudaDriverVersion_v2())),
         "gpus": gpus,
         "gpu_note": None if gpus else "no NVIDIA GPU on this host",
         "links": tuple(_links(nvml, handles, gpus)),
@@ -83,16 +74,16 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         return Gpu(index=index)
 
     def ask(name: str) -> Any:
-        return _try(lambda: getattr(nvml, f"nvmlDeviceGet{name}")(handle))
+        return attempt(lambda: getattr(nvml, f"nvmlDeviceGet{name}")(handle))
 
-    bus_id = _try(lambda: _string(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    bus_id = attempt(lambda: text(nvml.nvmlDeviceGetPciInfo(handle).busId))
     capability = ask("CudaComputeCapability")
     return Gpu(
         index=index,
-        name=_try(lambda: _string(nvml.nvmlDeviceGetName(handle))),
-        uuid=_try(lambda: _string(nvml.nvmlDeviceGetUUID(handle))),
+        name=attempt(lambda: text(nvml.nvmlDeviceGetName(handle))),
+        uuid=attempt(lambda: text(nvml.nvmlDeviceGetUUID(handle))),
         bus_id=bus_id,
-        memory_bytes=_try(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)) or None,
+        memory_bytes=attempt(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)) or None,
         compute_capability=f"{capability[0]}.{capability[1]}" if capability else None,
         pcie_generation_now=ask("CurrPcieLinkGeneration"),
         pcie_generation_possible=ask("MaxPcieLinkGeneration"),
@@ -112,7 +103,7 @@ def _links(nvml: Any, handles: list[Any], gpus: tuple[Gpu, ...]) -> Iterator[Gpu
             kind = f"NV{direct or switched}" if direct or switched else None
             if kind is None and handles[first] is not None and handles[second] is not None:
                 pair = handles[first], handles[second]
-                level = _try(partial(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair))
+                level = attempt(partial(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair))
                 kind = LEVELS.get(level) if level is not None else None
             if kind is not None:
                 yield GpuLink(first=first, second=second, kind=kind)
@@ -124,12 +115,12 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
     if handle is None:
         return found
     for link in range(MAX_NVLINKS):
-        state = _try(partial(nvml.nvmlDeviceGetNvLinkState, handle, link))
+        state = attempt(partial(nvml.nvmlDeviceGetNvLinkState, handle, link))
         if state != 1:
             continue
-        kind = _try(partial(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
-        remote = _try(partial(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
-        end = "switch" if kind == NVSWITCH else "" if remote is None else _bus(_string(remote.busId))
+        kind = attempt(partial(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
+        remote = attempt(partial(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+        end = "switch" if kind == NVSWITCH else "" if remote is None else _bus(text(remote.busId))
         found[end] = found.get(end, 0) + 1
     return found
 
@@ -145,7 +136,7 @@ def _bus(bus_id: str | None) -> str:
 def _numa_node(bus_id: str | None) -> int | None:
     if bus_id is None:
         return None
-    node = _try(lambda: int((SYS / "bus/pci/devices" / _bus(bus_id) / "numa_node").read_text()))
+    node = attempt(lambda: int((SYS / "bus/pci/devices" / _bus(bus_id) / "numa_node").read_text()))
     return node if node is not None and node >= 0 else None
 
 
@@ -154,22 +145,6 @@ def _numa_nodes() -> int | None:
 
 
 def _cpu_name() -> str | None:
-    text = _try(lambda: Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")) or ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    listing = attempt(lambda: Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")) or ""
+    found = re.search(r"^model name\s*:\s*(.+)$", listing, re.MULTILINE)
     return found[1].strip() if found else platform.processor() or None
-
-
-def _cuda_version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _string(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _try(read: Callable[[], Value]) -> Value | None:
-    """What `read` returns; None if the system refuses."""
-    try:
-        return read()
-    except Exception:
-        return None

@@ -26,7 +26,7 @@ class HashCache:
         self._file = file or _default_file()
         self._known: dict[str, list[object]] = {}
         self._changed = False
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             known = json.loads(self._file.read_text(encoding="utf-8"))
             self._known = known if isinstance(known, dict) else {}
 

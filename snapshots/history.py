@@ -6,6 +6,7 @@ Every question costs a fixed, small number of git processes, however long the hi
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,15 +37,15 @@ class Page:
     """Its address, passwords left out."""
 
 
-def walk(runner: GitRunner, place: Place, made_here: frozenset[str]) -> Iterator[Entry]:
-    """All commits of ours, newest first."""
+def walk(runner: GitRunner, place: Place) -> Iterator[Entry]:
+    """All commits of ours, newest first, as they are read; whether they were made here is not known yet."""
     if current(runner, place.branch) is None:
         return
     fields: list[bytes] = []
     for field in runner.stream("log", _FORMAT, place.branch, "--"):
         fields.append(field)
         if len(fields) == _FIELDS:
-            entry = _entry(fields, made_here)
+            entry = _entry(fields)
             fields = []
             if entry is not None:
                 yield entry
@@ -72,10 +73,10 @@ def with_figures(entry: Entry, later: Entry) -> Entry:
     return replace(entry, trailers={**entry.trailers, **figures})
 
 
-def entry_of(runner: GitRunner, commit: str, made_here: frozenset[str]) -> Entry | None:
+def entry_of(runner: GitRunner, commit: str) -> Entry | None:
     """The entry of one commit; None where it is no snapshot's."""
     fields = list(runner.stream("log", "-1", _FORMAT, commit, "--"))
-    return _entry(fields, made_here) if len(fields) == _FIELDS else None
+    return _entry(fields) if len(fields) == _FIELDS else None
 
 
 def measurement_of(runner: GitRunner, place: Place, commit: str) -> str | None:
@@ -133,15 +134,18 @@ def read_blobs(runner: GitRunner, blobs: list[str]) -> list[bytes]:
 
 def tree_names(runner: GitRunner, ref: str) -> dict[str, str]:
     """The notes tree of `ref`: commit to blob; empty where there is none."""
-    listing = runner.ask("ls-tree", "-r", "-z", ref).out.split(b"\0")
-    rows = [line.decode("utf-8", "replace").split("\t", 1) for line in listing if b"\t" in line]
+    if current(runner, ref) is None:
+        return {}
+    listing = (each.decode("utf-8", "replace") for each in runner.stream("ls-tree", "-r", "-z", ref))
+    rows = (line.split("\t", 1) for line in listing if "\t" in line)
     return {name.replace("/", ""): about.split()[2] for about, name in rows}
 
 
 def named_tags(runner: GitRunner, place: Place) -> dict[str, tuple[str, ...]]:
-    """The operator's own names by commit."""
-    listed = runner.ask("for-each-ref", "--format=%(refname)", place.tags).out.decode("utf-8", "replace")
-    refs = [ref for ref in listed.splitlines() if not ref.startswith(place.snapshots)]
+    """The operator's own names by commit; those of the snapshots themselves are passed over as they come."""
+    listed = runner.stream("for-each-ref", "--format=%(refname)%00", place.tags)
+    names = (each.decode("utf-8", "replace").strip() for each in listed)
+    refs = [ref for ref in names if ref and not ref.startswith(place.snapshots)]
     if not refs:
         return {}
     commits = runner.run("rev-parse", *(f"{ref}^{{}}" for ref in refs)).line.split()
@@ -151,34 +155,47 @@ def named_tags(runner: GitRunner, place: Place) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def resolve(runner: GitRunner, place: Place, name: str, made_here: frozenset[str]) -> Entry:
+def resolve(runner: GitRunner, place: Place, name: str) -> Entry:
     """The snapshot the operator means: "latest", "latest~2", an id, a tag, a commit or its beginning, or a label.
 
     Raises:
         UnknownSnapshot: there is none, or several; the line names those near it.
     """
     for commit in _candidates(runner, place, name):
-        entry = entry_of(runner, commit, made_here)
+        entry = entry_of(runner, commit)
         if entry is not None and entry.kind != "merge" and _in_history(runner, place, commit):
             return entry
-    near, wanted = [], _steps(name)
+    wanted = _steps(name)
     same: list[Entry] = []
-    for number, entry in enumerate(snapshots(walk(runner, place, made_here))):
+    count = namesakes = 0
+    for number, entry in enumerate(snapshots(walk(runner, place))):
+        count += 1
         if number == wanted:
             return entry
         if entry.label == name:
-            same.append(entry)
-        near += [entry.id, entry.label]
-    if len(same) == 1:
+            namesakes += 1
+            same = [*same, entry][:5]
+    if namesakes == 1:
         return same[0]
     if same:
-        ids = ", ".join(entry.id for entry in same[:5])
-        raise UnknownSnapshot(f"{len(same)} snapshots have the label {name!r}: {ids}; name one by its id")
-    if not near:
+        ids = ", ".join(entry.id for entry in same)
+        raise UnknownSnapshot(f"{namesakes} snapshots have the label {name!r}: {ids}; name one by its id")
+    if not count:
         raise UnknownSnapshot(f"{place.words} holds no snapshot yet; make one with: ddtree snapshot save")
-    close = difflib.get_close_matches(name, [each for each in near if each], 1)
-    hint = f"did you mean {close[0]}?" if close else "see: ddtree snapshot list"
-    raise UnknownSnapshot(f"no snapshot is called {name!r}; {hint}")
+    close = _nearest(runner, place, name)
+    raise UnknownSnapshot(
+        f"no snapshot is called {name!r}; "
+        + (f"did you mean {close}?" if close else "see: ddtree snapshot list")
+    )
+
+
+def _nearest(runner: GitRunner, place: Place, name: str) -> str | None:
+    """The id or label that is spelt most like `name`; none where nothing is near."""
+    best: list[str] = []
+    names = (each for entry in walk(runner, place) for each in (entry.id, entry.label) if each)
+    while batch := list(itertools.islice(names, 500)):
+        best = difflib.get_close_matches(name, [*best, *batch], 1)
+    return best[0] if best else None
 
 
 def _steps(name: str) -> int | None:
@@ -206,14 +223,12 @@ def _in_history(runner: GitRunner, place: Place, commit: str) -> bool:
     return runner.ask("merge-base", "--is-ancestor", commit, place.branch).status == 0
 
 
-def _entry(fields: list[bytes], made_here: frozenset[str]) -> Entry | None:
+def _entry(fields: list[bytes]) -> Entry | None:
     commit, parents, author, time_s, message = fields
-    name = commit.strip().decode("ascii", "replace")
-    entry = parse(
-        name,
+    return parse(
+        commit.strip().decode("ascii", "replace"),
         parents.decode("ascii", "replace"),
         author.decode("utf-8", "replace"),
         float(time_s or 0),
         message,
     )
-    return replace(entry, foreign=name not in made_here) if entry is not None else None

@@ -1,16 +1,15 @@
 """Installed distributions as their metadata describes them: files with hashes, folders of their own, how they came.
 
-The one place that reads RECORD and direct_url.json (PyPA specifications "Recording installed projects" and "Recording
-the direct URL origin of installed distributions").
+Reads direct_url.json (PyPA specification "Recording the direct URL origin of installed distributions"); RECORD is read
+by `runtime.site_packages`.
 """
 
 from __future__ import annotations
 
-import base64
-import csv
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -20,12 +19,42 @@ from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from runtime.site_packages import record_rows
+
 Install = Literal["wheel", "editable", "source", "absent"]
+ASK_SECONDS = 5.0
+"""Longest wait for an interpreter to say where its packages are."""
 
 
 def default_site_packages() -> Path:
     """Where this interpreter's packages are installed."""
     return Path(sysconfig.get_path("purelib"))
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another Python environment on this host."""
+
+    python: str
+    """Its interpreter."""
+    version: str
+    site_packages: Path
+
+
+def elsewhere(python: str) -> Elsewhere | None:
+    """The environment of the interpreter `python`, as it says itself; None where that is no Python that answers."""
+    ask = "import json, platform, sysconfig as s; print(json.dumps([platform.python_version(), s.get_path('purelib')]))"
+    try:
+        done = subprocess.run(
+            [os.path.expanduser(python), "-I", "-c", ask],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ASK_SECONDS,
+        )
+        version, site = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return Elsewhere(python, str(version), Path(site))
 
 
 @dataclass(frozen=True)
@@ -81,7 +110,7 @@ def paths_of_others(package: Installed, wanted: set[str]) -> set[str]:
     taken: set[str] = set()
     for record in package.site_packages.glob("*.dist-info/RECORD"):
         if not taken.issuperset(wanted) and record.parent.name != package.metadata:
-            taken |= wanted & {path for path, _ in _rows(_read(record))}
+            taken |= wanted & {path for path, _ in record_rows(_read(record))}
     return taken
 
 
@@ -90,7 +119,7 @@ def _described(found: importlib.metadata.Distribution, site: Path) -> Installed:
     editable = bool(direct.get("dir_info", {}).get("editable"))
     url = urlsplit(str(direct.get("url", "")))
     local = Path(url2pathname(url.path)) if url.scheme == "file" else None
-    rows = dict(_rows(found.read_text("RECORD") or ""))
+    rows = dict(record_rows(found.read_text("RECORD") or ""))
     folder = getattr(found, "_path", None)
     install: Install = "wheel"
     if editable:
@@ -116,29 +145,6 @@ def _direct_url(found: importlib.metadata.Distribution) -> dict[str, dict[str, s
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _rows(record: str) -> Iterator[tuple[str, str]]:
-    """(path, SHA-256 in hexadecimal or "") of a RECORD's files inside site-packages."""
-    for row in csv.reader(record.splitlines()):
-        if not row or not is_inside(row[0]):
-            continue
-        algorithm, _, value = (row[1] if len(row) > 1 else "").partition("=")
-        yield row[0], _hexadecimal(value) if algorithm == "sha256" else ""
-
-
-def is_inside(path: str) -> bool:
-    """Whether a path of RECORD or of a snapshot stays inside site-packages, by its spelling."""
-    if not path or path.startswith("/") or "\0" in path or "\\" in path:
-        return False
-    return "." not in (parts := path.split("/")) and ".." not in parts and "" not in parts
-
-
-def _hexadecimal(value: str) -> str:
-    try:
-        return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
-    except ValueError:
-        return ""
 
 
 def _read(path: Path) -> str:

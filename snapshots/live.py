@@ -6,6 +6,7 @@ Everything goes through the `Runtime` interface, so an engine in this process an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 import statistics
 import time
@@ -56,17 +57,21 @@ def now() -> float:
     return time.time()
 
 
-async def observed(runtime: Runtime, label: str = "", note: str = "") -> Snapshot:
+async def observed(
+    runtime: Runtime, label: str = "", note: str = "", limit_s: float | None = None
+) -> Snapshot:
     """What runs at this moment, with the figures of the last minutes; disturbs no request.
 
-    Without an environment: that is known only on the host it runs on.
+    Without an environment: that is known only on the host it runs on. After `limit_s` seconds it goes without what a
+    busy engine has not told yet.
     """
     status = await runtime.status()
-    try:
-        description: Description | None = await runtime.describe()
-        requests = await runtime.requests()
-    except RuntimeUnavailable:
-        description, requests = None, ()
+    description: Description | None = None
+    requests: tuple[RequestStats, ...] = ()
+    with contextlib.suppress(RuntimeUnavailable, TimeoutError):
+        async with asyncio.timeout(limit_s):
+            description = await runtime.describe()
+            requests = await runtime.requests()
     return Snapshot(
         config=status.config,
         measurements=measurements(status, requests),
@@ -229,7 +234,9 @@ async def put_back(runtime: Runtime, config: dict[str, Any], author: str) -> str
         change = {name: value for name, value in config.items() if status.config.get(name) != value}
         if not change:
             return "what ran before still runs"
-        await runtime.apply(change, status.revision, author)
+        report = await runtime.apply(change, status.revision, author)
+        if report.failure is not None:
+            return f"and what ran before could not be put back: {report.failure}"
         await wait_ready(runtime)
     except (RuntimeFault, StoreFault) as fault:
         return f"and what ran before could not be put back: {fault}"

@@ -39,7 +39,7 @@ def held(folder: Path, wait_s: float = WAIT_S) -> Iterator[Held]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise StoreFault(f"{folder / 'lock'} cannot be made: {error.strerror}") from None
     try:

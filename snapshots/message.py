@@ -13,18 +13,19 @@
 
 from __future__ import annotations
 
-import calendar
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 
 from snapshots.annotate import headline
 from snapshots.content import Snapshot
 
-Kind = Literal["save", "rollback", "measure", "import", "merge"]
-KINDS: tuple[Kind, ...] = ("save", "rollback", "measure", "import", "merge")
+Kind = Literal["save", "auto", "rollback", "measure", "import", "merge"]
+"""auto: what ran before a change; measure: figures of an earlier commit; merge: two histories joined."""
+KINDS: tuple[Kind, ...] = ("save", "auto", "rollback", "measure", "import", "merge")
 FIRST_TRAILER = "DDTree-Schema: 1"
 _START = f"\n{FIRST_TRAILER}\n".encode()
 
@@ -129,7 +130,7 @@ def parse(commit: str, parents: str, author: str, time_s: float, message: bytes)
     kind = trailers.pop("kind", "")
     if kind not in KINDS:
         return None
-    length = int(trailers.get("note-bytes", "0")) if trailers.get("note-bytes", "0").isdigit() else 0
+    length = int(found[0]) if (found := re.fullmatch("[0-9]{1,12}", trailers.get("note-bytes", ""))) else 0
     head = message.find(b"\n\n") + 2
     return Entry(
         commit=commit,
@@ -163,9 +164,9 @@ def _stamp(time_s: float) -> str:
 
 def _time(stamp: str, otherwise: float) -> float:
     try:
-        whole, _, fraction = stamp.rstrip("Z").partition(".")
-        return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
-    except ValueError:
+        taken = datetime.fromisoformat(stamp)
+        return (taken if taken.tzinfo else taken.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         return otherwise
 
 

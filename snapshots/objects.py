@@ -140,7 +140,7 @@ def recover(runner: GitRunner, place: Place) -> None:
         locks = [str(each) for each in pending["locks"]]
     except FileNotFoundError:
         return
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         announced.unlink(missing_ok=True)
         return
     _remove_locks(place, locks, since)

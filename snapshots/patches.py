@@ -6,7 +6,6 @@ repository's state. Nothing of a package is imported.
 
 from __future__ import annotations
 
-import difflib
 import os
 import stat
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from snapshots import installed
 from snapshots.content import PackageState, PatchedFile, digest
 from snapshots.hashes import HashCache
-from snapshots.installed import Installed
+from snapshots.installed import Elsewhere, Installed
 from snapshots.originals import Originals
 
 DEFAULT_PACKAGES = ("sglang", "sglang-kernel", "sgl-kernel", "flashinfer-python", "transformers")
@@ -75,29 +74,24 @@ def examine(
     return Examined(tuple(states), tuple(patches))
 
 
-def diff(patch: PatchedFile) -> str | None:
-    """The unified diff from the wheel's file to the one found; None where the original is out of reach."""
-    if patch.original is None and patch.kind != "added":
-        return None
-    if patch.content is None and patch.kind != "missing":
-        return None
-    before, after = patch.original or b"", patch.content or b""
-    names = f"a/{patch.path}", f"b/{patch.path}"
-    if b"\0" in before or b"\0" in after:
-        return f"Binary files {names[0]} and {names[1]} differ\n"
-    old = "/dev/null" if patch.kind == "added" else names[0]
-    new = "/dev/null" if patch.kind == "missing" else names[1]
-    return "".join(_marked(difflib.unified_diff(_lines(before), _lines(after), fromfile=old, tofile=new)))
-
-
-def _lines(content: bytes) -> list[str]:
-    return content.decode("utf-8", "replace").splitlines(keepends=True)
-
-
-def _marked(lines: Iterator[str]) -> Iterator[str]:
-    """A diff's lines; one without an end of line gets git's remark."""
-    for line in lines:
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+def examine_all(
+    packages: Iterable[str],
+    sglang: Elsewhere | None,
+    *,
+    originals: Originals | None = None,
+    hashes: HashCache | None = None,
+) -> Examined:
+    """`examine` for the packages beside ddtree, and again for those in SGLang's own environment where there is one."""
+    names = tuple(packages)
+    own = examine(names, originals=originals, hashes=hashes)
+    if sglang is None:
+        return own
+    there = examine(names, site_packages=sglang.site_packages, originals=originals, hashes=hashes)
+    mark = {"environment": "sglang"}
+    return Examined(
+        (*own.packages, *(each.model_copy(update=mark) for each in there.packages)),
+        (*own.patches, *(each.model_copy(update=mark) for each in there.patches)),
+    )
 
 
 def _compared(package: Installed, cache: HashCache) -> tuple[PatchedFile, ...]:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from runtime.site_packages import is_inside
 from snapshots import installed
-from snapshots.content import PackageState, PatchedFile, digest
+from snapshots.content import EnvironmentName, PackageState, PatchedFile, digest
 from snapshots.hashes import HashCache
-from snapshots.installed import Installed
+from snapshots.installed import Elsewhere, Installed
 from snapshots.journal import FileWrite, Journal, RestoreFailed, RestoreRefused, check_target
 from snapshots.originals import Originals
 from snapshots.patches import examine
@@ -28,9 +29,15 @@ __all__ = [
     "RestoreReport",
     "Restored",
     "plan",
+    "plan_all",
     "recover",
     "run",
 ]
+
+
+NO_SGLANG = (
+    "it was patched in SGLang's own environment, and none is known here; set sglang_python to its Python"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,9 @@ class Restored:
     """Installed now; None if it is not."""
     site_packages: Path | None = None
     """Where it is installed, links resolved."""
+    environment: EnvironmentName = ""
+    python: str = ""
+    """Its interpreter; empty: this one."""
     writes: tuple[FileWrite, ...] = ()
     """Paths relative to `site_packages`."""
     refused: str = ""
@@ -115,6 +125,33 @@ def plan(
     return RestorePlan(tuple(planned))
 
 
+def plan_all(
+    packages: Iterable[PackageState],
+    patches: Iterable[PatchedFile],
+    sglang: Elsewhere | None,
+    *,
+    originals: Originals | None = None,
+) -> RestorePlan:
+    """`plan` for the packages beside ddtree and for those in SGLang's own environment, which must be here."""
+    states, wanted = tuple(packages), tuple(patches)
+    names: tuple[EnvironmentName, ...] = ("", "sglang")
+    planned: list[Restored] = []
+    for name in names:
+        theirs = [each for each in states if each.environment == name]
+        files = [each for each in wanted if each.environment == name]
+        if name and sglang is None:
+            planned += [
+                Restored(each, None, environment=name, refused=f"{each}: {NO_SGLANG}")
+                for each in dict.fromkeys(each.package for each in files)
+            ]
+        elif theirs or files:
+            site = sglang.site_packages if name and sglang is not None else None
+            found = plan(theirs, files, site_packages=site, originals=originals)
+            python = sglang.python if name and sglang is not None else ""
+            planned += [replace(each, environment=name, python=python) for each in found.packages]
+    return RestorePlan(tuple(planned))
+
+
 def _planned(
     state: PackageState,
     wanted: tuple[PatchedFile, ...],
@@ -152,7 +189,7 @@ def _planned(
             _check_owned(package, write.path)
     except RestoreRefused as refusal:
         return Restored(name, version, refused=f"{name} {version}: {refusal}")
-    return Restored(name, version, package.site_packages.resolve(), tuple(writes))
+    return Restored(name, version, package.site_packages.resolve(), writes=tuple(writes))
 
 
 def _to_patch(patch: PatchedFile, current: PatchedFile | None) -> FileWrite | None:
@@ -181,7 +218,7 @@ def _to_wheel(current: PatchedFile) -> FileWrite:
 
 
 def _check_owned(package: Installed, path: str) -> None:
-    if not installed.is_inside(path) or not package.owns(path):
+    if not is_inside(path) or not package.owns(path):
         raise RestoreRefused(f"{path} is no file of this package inside site-packages")
     check_target(package.site_packages, path)
 

@@ -1,6 +1,7 @@
 """Going back to a snapshot: what it would do, then a new commit, the change, a probe, a bench and a verdict.
 
-Nothing is touched before the preview; a change that fails is taken back, patched files included.
+Nothing is touched before the preview; what ran before is kept as an automatic snapshot; a change that fails is taken
+back, patched files included.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.interface import ChangePlan, Runtime, RuntimeFault
-from snapshots import diff, live, patches, restore, saving, services
+from snapshots import diff, fresh, live, patches, restore, saving, services
 from snapshots.annotate import headline
 from snapshots.content import Environment, Figure, HostIdentity, Snapshot, hardware_class
 from snapshots.diff import SnapshotDiff
 from snapshots.git import StoreFault, StoreRefused
+from snapshots.installed import Elsewhere
 from snapshots.message import Entry
 from snapshots.originals import Originals
 from snapshots.restore import RestorePlan
@@ -113,6 +115,20 @@ class Preview:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A rollback that is carried out and not measured yet."""
+
+    entry: Entry
+    """The new commit."""
+    applied: str
+    kept: str | None = None
+    """How what ran before was kept, or why not; None where nothing was replaced or it is switched off."""
+    files: tuple[str, ...] = ()
+    patched: bool = False
+    """Whether patched files are among them."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a rollback did."""
 
@@ -126,6 +142,8 @@ class Outcome:
     files: tuple[str, ...] = ()
     """Patched files and units written."""
     notes: tuple[str, ...] = field(default=())
+    kept: str | None = None
+    """How what ran before was kept."""
 
 
 async def preview(
@@ -184,7 +202,17 @@ async def perform(
     runtime: Runtime | None = None,
     progress: Callable[[str], None] = lambda _line: None,
 ) -> Outcome:
-    """Do what `plan` says.
+    """Do what `plan` says, and measure: `carry_out` and `judge`."""
+    return await judge(store, plan, await carry_out(store, plan, runtime, progress), runtime, progress)
+
+
+async def carry_out(
+    store: Store,
+    plan: Preview,
+    runtime: Runtime | None = None,
+    progress: Callable[[str], None] = lambda _line: None,
+) -> Carried:
+    """Do what `plan` says, and probe.
 
     Raises:
         StoreRefused: it is refused; nothing was touched.
@@ -192,28 +220,77 @@ async def perform(
     """
     if plan.refusals:
         raise StoreRefused("; ".join(plan.refusals))
-    written = await asyncio.to_thread(_restore_files, plan)
+    kept = await asyncio.to_thread(_keep, store, plan, runtime is not None)
+    written, patched = await asyncio.to_thread(_restore_files, plan)
     title = f"rollback to {plan.entry.label or plan.entry.id}"[:120].rstrip()
     back_to = plan.snapshot.model_copy(update={"label": title, "taken_at_s": live.now()})
     entry = await asyncio.to_thread(
         store.save, back_to, "rollback", {"Restores": plan.entry.commit}, plan.entry.commit
     )
     if runtime is None:
-        return Outcome(entry, "no runtime is running: nothing was applied", *_told(plan, None), files=written)
+        return Carried(entry, "no runtime is running: nothing was applied", kept, written, patched)
     progress("applying")
     try:
         applied = await _apply(plan, runtime)
         await live.ask(runtime, live.PROMPTS[0], 4)
     except (RuntimeFault, StoreFault, OSError) as fault:
         raise RollbackFailed(await _take_back(store, plan, runtime, fault)) from None
+    return Carried(entry, applied, kept, written, patched)
+
+
+async def judge(
+    store: Store,
+    plan: Preview,
+    done: Carried,
+    runtime: Runtime | None = None,
+    progress: Callable[[str], None] = lambda _line: None,
+) -> Outcome:
+    """Measure what a rollback led to and say whether the figures are back.
+
+    Patched files are looked at and measured by a fresh interpreter, which says what it loaded; settings alone are
+    measured through the runtime.
+    """
     notes: tuple[str, ...] = ()
-    figure = None
-    if plan.options.measure:
-        try:
-            figure = await saving.measure(store, entry, runtime, plan.options.under_load, progress)
-        except (StoreFault, RuntimeFault) as fault:
-            notes = (str(fault),)
-    return Outcome(entry, applied, *_told(plan, figure), figure, written, notes)
+    figure, how, wrong = None, "", ""
+    try:
+        if done.patched and plan.patches is not None:
+            progress("starting a fresh interpreter")
+            found = await fresh.look(plan.patches, _measured_config(plan), progress)
+            figure, how, wrong, notes = found.figure, found.words, found.wrong, found.notes
+            if figure is not None:
+                await asyncio.to_thread(saving.attach, store, done.entry, figure)
+        elif runtime is not None and plan.options.measure:
+            figure = await saving.measure(store, done.entry, runtime, plan.options.under_load, progress)
+            how = "measured through the runtime"
+    except (StoreFault, RuntimeFault) as fault:
+        notes = (*notes, str(fault))
+    verdict, back = _told(plan, figure)
+    if wrong:
+        verdict, back = f"not back: {wrong}", False
+    verdict = f"{verdict} ({how})" if how else verdict
+    return Outcome(done.entry, done.applied, verdict, back, figure, done.files, notes, done.kept)
+
+
+def _measured_config(plan: Preview) -> dict[str, Any] | None:
+    """The configuration that a fresh interpreter starts; None where only what it loads is asked for."""
+    ours = plan.patches is not None and any(
+        not each.environment for each in plan.patches.packages if each.writes
+    )
+    return plan.snapshot.config if plan.options.measure and ours else None
+
+
+def _keep(store: Store, plan: Preview, runs: bool) -> str | None:
+    """Keep what is about to be replaced; one line on how that went, for a rollback does not wait for it to succeed."""
+    writes = plan.options.patches and plan.trusted and plan.patches is not None and bool(plan.patches.writes)
+    if not plan.before.config.get("auto_snapshot", True) or not (writes or (runs and plan.change)):
+        return None
+    try:
+        words = f"rollback to {plan.entry.label or plan.entry.id}"
+        touched = [each.package for each in plan.patches.packages] if writes and plan.patches else ()
+        kept = saving.keep_before(store, plan.before, words, touched)
+    except (StoreFault, OSError) as fault:
+        return f"what ran before was not kept as a snapshot: {' '.join(str(fault).split())}"
+    return f"what ran before is kept as {kept.id}"
 
 
 def _trusted(entry: Entry, trust: str | None) -> bool:
@@ -229,36 +306,44 @@ def _look(
     from snapshots import environment
 
     local = seen.host.name == live.here()
-    here = environment.capture(*saving.model_files(snapshot.config)) if local else Environment()
+    other = _sglang(snapshot, seen) if local else None
+    here = environment.capture(*saving.model_files(snapshot.config), sglang=other) if local else Environment()
     examined = [each for each in snapshot.packages if each.install == "wheel"]
     if not local or not (examined or snapshot.patches):
         return here, (None, ()), services.changes(snapshot.services) if local else ()
     earlier = saving.earlier_contents(store)
     kept = Originals(earlier=earlier, fetch=False)
-    restoring = restore.plan(examined, snapshot.patches, originals=kept)
+    restoring = restore.plan_all(examined, snapshot.patches, other, originals=kept)
     if restoring.refused:  # a wheel may have to be downloaded for it
-        restoring = restore.plan(examined, snapshot.patches, originals=Originals(earlier=earlier))
-    now = patches.examine([each.package for each in restoring.packages], originals=kept)
+        restoring = restore.plan_all(examined, snapshot.patches, other, originals=Originals(earlier=earlier))
+    now = patches.examine_all([each.package for each in restoring.packages], other, originals=kept)
     return here, (restoring, now.patches), services.changes(snapshot.services)
+
+
+def _sglang(snapshot: Snapshot, seen: Snapshot) -> Elsewhere | None:
+    """SGLang's environment on this host: as the settings in force name it, else as the snapshot does."""
+    return saving.sglang_environment(seen.config) or saving.sglang_environment(snapshot.config)
 
 
 async def _apply(plan: Preview, runtime: Runtime) -> str:
     if not plan.change or plan.plan is None:
         return "the runtime runs these settings already"
     report = await runtime.apply(plan.change, plan.plan.revision, plan.options.author)
+    if report.failure is not None:  # the runtime has gone back by itself
+        raise StoreFault(report.failure)
     await live.wait_ready(runtime)
     return report.summary
 
 
-def _restore_files(plan: Preview) -> tuple[str, ...]:
-    if not plan.trusted:
-        return ()
-    written: tuple[str, ...] = ()
-    if plan.options.patches and plan.patches is not None and plan.patches.writes:
-        written += restore.run(plan.patches).written
-    if plan.options.units:
-        written += services.restore(plan.snapshot.services)
-    return written
+def _restore_files(plan: Preview) -> tuple[tuple[str, ...], bool]:
+    """The files written, and whether patched files are among them."""
+    patched: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    if plan.trusted and plan.options.patches and plan.patches is not None and plan.patches.writes:
+        patched = restore.run(plan.patches).written
+    if plan.trusted and plan.options.units:
+        units = services.restore(plan.snapshot.services)
+    return patched + units, bool(patched)
 
 
 async def _take_back(store: Store, plan: Preview, runtime: Runtime, fault: Exception) -> str:
@@ -268,7 +353,8 @@ async def _take_back(store: Store, plan: Preview, runtime: Runtime, fault: Excep
 
     def record() -> None:
         if plan.trusted and plan.options.patches and plan.patches is not None and plan.patches.writes:
-            restore.run(restore.plan(plan.snapshot.packages, plan.before.patches))
+            other = _sglang(plan.snapshot, plan.before)
+            restore.run(restore.plan_all(plan.snapshot.packages, plan.before.patches, other))
         label = f"back to what ran before: rollback to {plan.entry.id} failed"
         store.save(plan.before.model_copy(update={"label": label, "note": reason, "taken_at_s": live.now()}))
 

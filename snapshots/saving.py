@@ -6,6 +6,7 @@ The save itself asks the runtime for what it knows already and starts no request
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,14 +26,17 @@ from snapshots.content import (
     hardware_class,
 )
 from snapshots.git import StoreFault, StoreRefused
-from snapshots.message import Entry
+from snapshots.installed import Elsewhere, elsewhere
+from snapshots.message import Entry, Kind
 from snapshots.originals import Originals
-from snapshots.patches import DEFAULT_PACKAGES, examine
+from snapshots.patches import DEFAULT_PACKAGES, examine_all
 from snapshots.secrets import Hit, scan
 from snapshots.store import Store
 
 SEARCHED = 100
 """Newest snapshots in which an original is looked for."""
+JUST_KEPT_S = 60.0
+"""An automatic snapshot of the same settings that is not older stands for another one."""
 
 
 class SecretFound(StoreRefused):
@@ -109,6 +113,30 @@ def attach(store: Store, entry: Entry, figure: Figure) -> Entry:
     return store.save(followed, "measure", {"Measures": entry.commit})
 
 
+def keep_before(
+    store: Store, seen: Snapshot, change: str, packages: Iterable[str] = (), newest: int = 1
+) -> Entry:
+    """Commit what ran before `change` as an automatic snapshot, unless that was done a moment ago.
+
+    Args:
+        packages: further ones whose files may be about to change.
+        newest: among how many entries one that was just made counts.
+
+    Raises:
+        StoreFault: it cannot be kept.
+    """
+    digest = hashlib.sha256(json.dumps(seen.config, sort_keys=True).encode()).hexdigest()[:16]
+    for entry in store.list(limit=newest).entries:
+        recent = abs(seen.taken_at_s - entry.time_s) < JUST_KEPT_S
+        if entry.kind == "auto" and entry.trailers.get("config") == digest and recent:
+            return entry
+    words = "".join(char if char.isprintable() else " " for char in f"before {change}")
+    named = seen.model_copy(update={"label": words[:120].strip()})
+    is_here = seen.host.name == live.here()
+    request = SaveRequest(packages=(*DEFAULT_PACKAGES, *packages))
+    return _commit(store, named, request, is_here, "auto", {"Config": digest})
+
+
 def check_words(request: SaveRequest) -> None:
     """Raises SecretFound for a secret in the label or the note, NoteRefused for what git cannot keep."""
     checked_label(request.label)
@@ -130,6 +158,12 @@ def model_files(config: dict[str, Any]) -> tuple[Path | None, Path | None]:
         shipped = Path(runtime.__path__[0]) / "drafters" / model
         return target, shipped if "/" not in model and (shipped / "config.json").is_file() else None
     return target, None if drafter == "none" else Path(str(drafter)).expanduser()
+
+
+def sglang_environment(config: dict[str, Any]) -> Elsewhere | None:
+    """SGLang's own virtual environment as the configuration names it; None where there is none that answers."""
+    python = config.get("sglang_python")
+    return elsewhere(str(python)) if python else None
 
 
 def bench_figures(path: Path) -> tuple[Figure, ...]:
@@ -161,7 +195,14 @@ def bench_figures(path: Path) -> tuple[Figure, ...]:
         raise StoreFault(f"{path} is no answer of 'ddtree bench --json'") from None
 
 
-def _commit(store: Store, snapshot: Snapshot, request: SaveRequest, is_here: bool) -> Entry:
+def _commit(
+    store: Store,
+    snapshot: Snapshot,
+    request: SaveRequest,
+    is_here: bool,
+    kind: Kind = "save",
+    extra: dict[str, str] | None = None,
+) -> Entry:
     from snapshots import environment, services
 
     benches = bench_figures(request.bench_file) if request.bench_file else ()
@@ -171,9 +212,10 @@ def _commit(store: Store, snapshot: Snapshot, request: SaveRequest, is_here: boo
         )
     }
     if is_here:
-        here = environment.capture(*model_files(snapshot.config))
+        other = sglang_environment(snapshot.config)
+        here = environment.capture(*model_files(snapshot.config), sglang=other)
         originals = Originals(earlier=earlier_contents(store), fetch=request.fetch_originals)
-        examined = examine(request.packages, originals=originals)
+        examined = examine_all(request.packages, other, originals=originals)
         update |= {
             "environment": here,
             "host": HostIdentity(name=snapshot.host.name, hardware=hardware_class(here.hardware)),
@@ -186,7 +228,7 @@ def _commit(store: Store, snapshot: Snapshot, request: SaveRequest, is_here: boo
     whole = snapshot.model_copy(update=update)
     if not request.allow_secret and (hits := list(_patch_secrets(whole))):
         raise SecretFound(hits)
-    return store.save(whole)
+    return store.save(whole, kind, extra)
 
 
 def _patch_secrets(snapshot: Snapshot) -> Iterable[Hit]:

@@ -14,7 +14,7 @@ import platform
 import re
 import secrets as random_source
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,24 +91,23 @@ class Store:
                 self._remember(commit)
             move(runner, self.place, tuple(moves))
             pack_refs(runner, self.place)
-            entry = history.entry_of(runner, commit, self._made_here())
+            entry = history.entry_of(runner, commit)
         assert entry is not None
-        return entry
+        return self._marked((entry,))[0]
 
     def list(self, words: str = "", offset: int = 0, limit: int = history.PAGE) -> Page:
         """Snapshots newest first, those that contain all of `words`."""
         with self._reading() as runner:
             if runner is None:
                 return Page((), offset, False)
-            made_here = self._made_here()
             notes = history.tree_names(runner, self.place.notes)
             tags = history.named_tags(runner, self.place)
-            found = history.snapshots(history.walk(runner, self.place, made_here))
-            found = (replace(each, tags=tags.get(each.commit, ())) for each in found)
+            found = history.snapshots(history.walk(runner, self.place))
+            found = (replace(each, tags=tags[each.commit]) if each.commit in tags else each for each in found)
             if words:
                 found = (each for each in _annotated(runner, found, notes) if each.matches(words))
             page = list(itertools.islice(found, offset, offset + limit + 1))
-            shown = tuple(_annotated(runner, iter(page[:limit]), notes))
+            shown = self._marked(_annotated(runner, iter(page[:limit]), notes))
             unpushed, remote = self._unpushed(runner)
             return Page(shown, offset, len(page) > limit, unpushed, remote)
 
@@ -189,13 +188,13 @@ class Store:
         return runner
 
     def _entry(self, runner: GitRunner, name: str) -> Entry:
-        return history.resolve(runner, self.place, name, self._made_here())
+        return self._marked((history.resolve(runner, self.place, name),))[0]
 
     def _whole_entry(self, runner: GitRunner, name: str) -> Entry:
         """The entry with its git note, its tags and the figures of a later measurement."""
         entry = self._entry(runner, name)
         measured_by = history.measurement_of(runner, self.place, entry.commit)
-        later = history.entry_of(runner, measured_by, frozenset()) if measured_by else None
+        later = history.entry_of(runner, measured_by) if measured_by else None
         entry = history.with_figures(entry, later) if later else entry
         notes = history.tree_names(runner, self.place.notes)
         found = next(_annotated(runner, iter([entry]), notes))
@@ -209,15 +208,19 @@ class Store:
         span = [f"{known}..{self.place.branch}"] if known else [self.place.branch]
         return int(runner.run("rev-list", "--count", *span).line), without_password(url)
 
-    def _made_here(self) -> frozenset[str]:
-        with contextlib.suppress(OSError):
-            return frozenset((self.place.state / _ledger()).read_text(encoding="ascii").split())
-        return frozenset()
+    def _marked(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+        """`entries`, those foreign that the ledger of this host does not name; it is read as it lies on the disk."""
+        found = tuple(entries)
+        wanted = {entry.commit for entry in found}
+        made_here: set[str] = set()
+        with contextlib.suppress(OSError), (self.place.state / _ledger()).open(encoding="ascii") as ledger:
+            made_here.update(commit for line in ledger if (commit := line.strip()) in wanted)
+        return tuple(replace(entry, foreign=entry.commit not in made_here) for entry in found)
 
     def _remember(self, commit: str) -> None:
         """Note that a commit was made on this host, which a clone or a copy elsewhere does not tell."""
         with (self.place.state / _ledger()).open("a", encoding="ascii") as file:
-            file.write(f"{commit}\n")
+            file.write(f"\n{commit}\n")  # a full disk may have cut the line before
 
 
 def remote_url(runner: GitRunner, place: Place) -> str | None:
@@ -235,14 +238,17 @@ def new_id(time_s: float) -> str:
 
 def _annotated(runner: GitRunner, entries: Iterator[Entry], notes: Mapping[str, str]) -> Iterator[Entry]:
     """`entries` with their git notes, read for many at once."""
-    while batch := list(itertools.islice(entries, 500)):
+    while batch := list(itertools.islice(entries, 200)):
         with_note = [entry for entry in batch if entry.commit in notes]
         texts = history.read_blobs(runner, [notes[entry.commit] for entry in with_note])
         found = {
             entry.commit: text.decode("utf-8", "replace")
             for entry, text in zip(with_note, texts, strict=True)
         }
-        yield from (replace(entry, annotation=found.get(entry.commit, "")) for entry in batch)
+        yield from (
+            replace(entry, annotation=found[entry.commit]) if entry.commit in found else entry
+            for entry in batch
+        )
 
 
 def _ledger() -> str:

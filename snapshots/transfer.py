@@ -61,7 +61,7 @@ def take_in(store: Store, path: Path) -> Entry:
         snapshot = from_files(files)
         label, note = checked_label(str(about.get("label", ""))), checked_note(str(about.get("note", "")))
         origin = f"{str(about['commit'])[:64]} {snapshot.host.name}"
-    except (ValueError, KeyError, TypeError, AttributeError, NoteRefused) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, NoteRefused) as error:
         raise Unreadable(f"{path} holds no snapshot: {' '.join(str(error).split())}") from None
     entry = store.save(
         snapshot.model_copy(update={"label": label, "note": note}), "import", {"Origin": origin}

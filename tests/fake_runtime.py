@@ -43,8 +43,10 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
+from runtime.job_advice import DoctorParameters
 from runtime.job_kinds import BenchParameters, VerifyParameters, check_measured
 from runtime.jobs import JobContext, JobKind, Jobs, Outcome
+from snapshots.serving import StoreKeeper, StoreReader
 
 ANSWER = "The quick brown fox jumps over the lazy dog. "
 ACCEPT_LENGTHS = (3, 1, 5, 4, 2)
@@ -59,7 +61,32 @@ def token_id(text: str) -> int:
     return zlib.crc32(text.encode("utf-8", "replace")) % VOCABULARY
 
 
+AUTO = "tree 11; off -> tree 11: 31% faster expected at 1 sequence (3.05 tokens a round against 1.00)"
 JOB_STEPS = 5
+EXAMINED = {
+    "checks": [
+        {
+            "id": "logout",
+            "found": "the user service of [red]me[/red] ends at logout: no linger",
+            "expected": "services and detached consoles that outlive the session",
+            "severity": "warning",
+            "remedy": "loginctl enable-linger me",
+            "source": "/var/lib/systemd/linger",
+            "fix": "linger",
+        },
+        {
+            "id": "gpu-driver",
+            "found": "no NVIDIA GPU here: models run on the CPU",
+            "expected": "a driver that answers where there is a GPU",
+            "severity": "ok",
+            "remedy": "",
+            "source": "NVML",
+            "fix": None,
+        },
+    ],
+    "counts": {"error": 0, "warning": 1, "info": 0, "ok": 1},
+    "fixed": [],
+}
 VERIFIED = {"passed": True, "texts": 4, "identical": 4, "findings": "no divergence"}
 
 
@@ -151,6 +178,7 @@ class FakeRuntime:
         self.job_results: dict[str, Outcome] = {
             "bench": Outcome("fastest: tree 8, 81.5 tok/s, 2.04x plain; 4 cases", BENCHED),
             "verify": Outcome("no divergence: 4 of 4 texts have exactly the plain tokens", VERIFIED),
+            "doctor": Outcome("2 checks, 1 to look at: logout", EXAMINED),
         }
         self.job_step_s = 0.02
         """Seconds a step of a job takes; each has JOB_STEPS."""
@@ -158,8 +186,14 @@ class FakeRuntime:
         kinds = (
             JobKind("bench", BenchParameters, self._work, check_measured, measures=True),
             JobKind("verify", VerifyParameters, self._work, check_measured, measures=True),
+            JobKind("doctor", DoctorParameters, self._work, exclusive=False),
         )
-        self.job_board = Jobs(self, kinds, self._tell_job)
+        self.keeper = StoreKeeper()
+        self.job_board = Jobs(self, (*kinds, *self.keeper.jobs), self._tell_job)
+
+    @property
+    def snapshots(self) -> StoreReader:
+        return self.keeper.snapshots
 
     # Controls for tests
 
@@ -168,6 +202,17 @@ class FakeRuntime:
         self.emit(StatusChanged(state=state, reason=reason, revision=self._revision))
 
     def emit(self, event: WatchEvent) -> None:
+        """From the loop the fake lives in, or from the thread of a job."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if self._loop in (None, here) or self._loop.is_closed():
+            self._hand_out(event)
+        else:
+            self._loop.call_soon_threadsafe(self._hand_out, event)
+
+    def _hand_out(self, event: WatchEvent) -> None:
         for queue in self._watchers:
             queue.put_nowait(event)
 
@@ -220,6 +265,7 @@ class FakeRuntime:
             slots_total=SLOTS,
             load_progress=self._progress,
             baselines=baselines,
+            auto=AUTO if self.config.mode == "auto" else None,
             errors=self.errors,
             calibration=self.calibration,
             history=self._history,
@@ -265,7 +311,7 @@ class FakeRuntime:
                     self.emit(done)
                     budget = self.config.tree_budget or 0
                     self.traces.setdefault(request_id, []).append(
-                        scripted(done.index + 1, emitted, self.config.mode, budget)
+                        scripted(done.index + 1, emitted, done.mode, budget)
                     )
                 yield TokensEmitted(
                     request_id=request_id,
@@ -312,7 +358,7 @@ class FakeRuntime:
             client=self._clients[request_id],
             state="finished" if reason else "decoding",
             finish_reason=reason,
-            mode=mode or self.config.mode,
+            mode=mode or ("tree" if self.config.mode == "auto" else self.config.mode),
             tree_budget=self.config.tree_budget or 0,
             temperature=temperature,
             prompt_tokens=12,
@@ -328,7 +374,8 @@ class FakeRuntime:
         )
 
     def _round(self, emitted: int) -> RoundStats:
-        mode = self.config.mode
+        auto = self.config.mode == "auto"
+        mode: Mode = "tree" if self.config.mode == "auto" else self.config.mode
         budget = self.config.tree_budget or 0
         part = self.round_s / 5
         return RoundStats(
@@ -336,6 +383,7 @@ class FakeRuntime:
             time_s=time.time(),
             mode=mode,
             tree_budget=budget,
+            auto=auto,
             batch=1,
             nodes=budget + 1 if mode == "tree" else 8 if mode == "chain" else 1,
             emitted=emitted,
@@ -425,8 +473,7 @@ class FakeRuntime:
 
     def _tell_job(self, event: JobProgress) -> None:
         """From the job's thread into the loop the fake lives in."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.emit, event)
+        self.emit(event)
 
     async def aclose(self) -> None:
         await self.job_board.close()

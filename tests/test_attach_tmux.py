@@ -98,6 +98,7 @@ class Streaming(threading.Thread):
         assert self.begun.wait(60)
 
 
+@pytest.mark.case("C1")
 def test_a_listening_console_outlives_its_terminal(
     tmux: Tmux, tmp_path: Path, models: tuple[str, ...]
 ) -> None:

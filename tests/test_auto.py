@@ -56,6 +56,7 @@ def test_where_the_load_changes_it_is_faster_than_any_fixed_setting(costs: Costs
         assert min(found) > 0, arm
 
 
+@pytest.mark.case("A24")
 def test_where_nothing_is_accepted_and_rows_are_dear_it_falls_back_to_plain_decoding() -> None:
     dear = Costs(base=0.010, row=0.004, free_rows=1, draft=0.008, draft_row=0.001)
     chooser = auto()
@@ -126,6 +127,40 @@ def test_the_text_is_the_plain_one_whatever_is_chosen(
     for client, each in zip(clients, asked, strict=True):
         assert client.finished.token_ids == tuple(scripts[each.name].outputs)
     assert {stats.mode for stats in rounds} == {"off", "chain", "tree"}, "what is shown is what is played"
+    first = rounds[0]
+    assert (first.mode, first.tree_budget, first.auto, first.mixed) == (*forced[0], True, True)
+
+
+@pytest.mark.parametrize("mode", ["off", "chain", "tree"])
+def test_the_figures_of_a_round_name_what_its_requests_asked_for_not_what_is_configured(
+    make_engine: MakeEngine, mode: Any
+) -> None:
+    engine = make_engine(mode="tree" if mode != "tree" else "off", tree_budget=11)
+    asked = GenerateRequest(
+        prompt_token_ids=(60, 61, 62),
+        sampling=SamplingParams(max_tokens=12, ignore_eos=True),
+        mode=mode,
+        tree_budget=4,
+    )
+    client = ask(engine, asked)
+    rounds = rounds_of(engine)
+    assert {(each.mode, each.mixed, each.auto) for each in rounds} == {(mode, False, False)}
+    assert mode != "tree" or {each.tree_budget for each in rounds} == {4}
+    assert client.finished.stats.mode == mode
+
+
+def test_an_answer_that_auto_decoded_names_the_setting_of_most_of_its_rounds(
+    make_engine: MakeEngine, tiny_reference: Reference
+) -> None:
+    asked = [request("a", 60)]
+    engine = make_engine(ConstructedDrafter(tiny_reference.scripts(asked)), mode="auto")
+    forced = [CHAIN, TREE[4], TREE[4]]
+    engine.auto._auto.choose = lambda *_: forced[engine.rounds % 3]  # type: ignore[method-assign]
+    client = ask(engine, as_generate(asked[0]))
+    rounds = rounds_of(engine)
+    played = [(each.mode, each.tree_budget) for each in rounds]
+    stats = client.finished.stats
+    assert (stats.mode, stats.tree_budget) == max(played, key=played.count) and len(set(played)) == 2
 
 
 def test_sampled_text_does_not_depend_on_it_either(make_engine: MakeEngine) -> None:

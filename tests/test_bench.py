@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_config, write_drafter, write_target
 
 from runtime.bench import BenchPlan, BenchReport, run_bench
-from runtime.calibrate import interpolate
+from runtime.calibrate import interpolate, no_less_for_more_rows
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,12 @@ def test_without_a_drafter_speculative_modes_are_left_out_with_the_reason(
 def test_accept_lengths_between_measured_budgets_are_interpolated() -> None:
     points = {7: 3.0, 11: 4.0}
     assert [interpolate(points, at) for at in (4, 7, 9, 11, 31)] == [3.0, 3.0, 3.5, 4.0, 4.0]
+
+
+def test_a_size_measured_in_a_busy_moment_is_bounded_by_what_larger_ones_took() -> None:
+    assert no_less_for_more_rows({1: 30.0, 5: 71.0, 8: 44.0, 12: 43.0}) == {
+        1: 30.0,
+        5: 43.0,
+        8: 43.0,
+        12: 43.0,
+    }

@@ -138,6 +138,10 @@ def test_the_file_is_found_in_the_configuration_home_or_named_by_a_variable(tmp_
         (b"[engine]\nname = 1\n", ["engine = ", "line 1", "must be one of native"]),
         (b"\n[[models]]\n", ["models", "line 2", "did you mean model?"]),
         (b"model = '\xff'\n", ["is not UTF-8", "byte 9"]),
+        (b"top_k = " + b"[" * 5000, ["is not TOML", "nested too deeply"]),
+        (b"top_k = " + b"9" * 5000, ["is not TOML", "digits"]),
+        (b"tree_budget = 0x" + b"f" * 5000, ["tree_budget = a value too large to be shown", "line 1"]),
+        (b"max_queue = 0x" + b"f" * 5000, ["max_queue = a value too large to be shown", "line 1"]),
     ],
 )
 def test_a_wrong_file_is_named_with_line_and_key(tmp_path: Path, content: bytes, parts: list[str]) -> None:

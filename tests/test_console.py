@@ -94,7 +94,7 @@ async def test_mode_and_budget_flip_while_text_streams_and_the_stream_goes_on():
     async with console(FakeRuntime(answer=LONG, round_s=0.02)) as driven:
         await driven.ask("hello")
         await driven.streaming()
-        await driven.press("right_square_bracket", "m")
+        await driven.press("right_square_bracket", "m", "m")
         await driven.until(lambda: driven.runtime.config.mode == "off", "mode off")
         assert driven.runtime.config.tree_budget == 16
         assert driven.app.prompt.conversation.open_turn is not None
@@ -122,11 +122,28 @@ async def test_the_budget_stays_within_what_live_changes_may_set():
 
 async def test_mode_cycles_and_says_so():
     async with console() as driven:
-        for mode in ("off", "chain", "tree"):
+        for mode in ("auto", "off", "chain", "tree"):
             await driven.press("m")
             await driven.until(lambda mode=mode: driven.runtime.config.mode == mode, mode)
             await driven.until(lambda mode=mode: f"-> {mode}" in driven.app.view.notice, "notice")
         assert "-> tree" in driven.shown()
+
+
+async def test_auto_is_reached_by_m_and_live_shows_what_it_plays_and_why():
+    async with console(FakeRuntime(answer=LONG, round_s=0.02), size=(100, 40)) as driven:
+        await driven.ask("hello")
+        await driven.streaming()
+        await driven.press("1", "m")
+        await driven.until(lambda: driven.runtime.config.mode == "auto", "auto")
+        await driven.until(lambda: "mode auto: tree 11" in driven.text("#facts"), "header")
+        assert "auto plays tree 11; off -> tree 11: 31% faster" in driven.text("#speed")
+        await driven.until(
+            lambda: str(driven.app.view.figures.setting) == "auto", "figures of auto as one stretch"
+        )
+        await driven.until(lambda: "before, with tree 11" in driven.text("#speed"), "what was before")
+        await driven.press("m")
+        await driven.until(lambda: driven.runtime.config.mode == "off", "off")
+        await driven.until(lambda: "auto plays" not in driven.text("#speed"), "no more")
 
 
 async def test_temperature_is_asked_for_checked_and_does_not_reach_the_running_request():
@@ -156,7 +173,7 @@ async def test_undo_reverts_the_last_change_and_no_later_one_of_others():
         await driven.until(lambda: driven.runtime.config.tree_budget == 16, "changed")
         await driven.press("u")
         await driven.until(lambda: driven.runtime.config.tree_budget == 11, "undone")
-        assert driven.runtime.config.mode == "off"
+        assert driven.runtime.config.mode == "auto"
         status = await driven.runtime.status()
         await driven.runtime.apply({"mode": "chain"}, status.revision, author="someone else")
         await driven.press("u")

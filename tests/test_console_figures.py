@@ -138,6 +138,34 @@ def test_the_verdict_in_words(figures: Figures, baseline: Baseline | None, specu
     assert words in verdict(figures, baseline, speculation)
 
 
+def test_what_auto_plays_is_one_stretch_and_no_alarm_of_it():
+    played = [
+        *rounds(mode="tree", emitted=1),
+        *rounds(mode="off", emitted=1, at=START + 2.0, first_index=20, depth=0),
+    ]
+    window = RoundWindow()
+    window.add(each.model_copy(update={"auto": True}) for each in played)
+    figures = window.figures(START + 4.0)
+    assert str(figures.setting) == "auto" and figures.rounds == 40 and figures.before is None
+    assert alarm(figures, {"temperature": 0.0}) is None
+    assert "auto decodes at 0.50x the plain baseline" in verdict(figures, PLAIN, "ready")
+
+
+def test_a_batch_of_several_settings_says_so():
+    window = RoundWindow()
+    window.add(each.model_copy(update={"mixed": True}) for each in rounds(mode="off"))
+    setting = window.figures(START + 2.0).setting
+    assert str(setting) == "off and others" and not setting.plain
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "words"),
+    [(-5, "just now"), (59, "just now"), (61, "1 min ago"), (7300, "2 h ago"), (4 * 86400, "4 d ago")],
+)
+def test_the_age_of_a_figure_in_its_largest_unit(ago_s: float, words: str):
+    assert formats.age(START - ago_s, START) == words
+
+
 def test_several_requests_are_not_compared_with_a_baseline_of_one():
     both = [stats.model_copy(update={"accept_lengths": (4, 4), "draft_depths": (7, 7)}) for stats in rounds()]
     window = RoundWindow()
@@ -197,7 +225,7 @@ def test_steps_of_the_budget():
     assert next_budget({"tree_budget": 13, "max_tree_budget": 64}, -1, None) == {"tree_budget": 11}
     assert next_budget({"tree_budget": None, "max_tree_budget": 64}, 1, 24) == {"tree_budget": 32}
     assert "not chosen yet" in str(next_budget({"tree_budget": None}, 1, None))
-    assert next_mode({"mode": "tree"}) == {"mode": "off"}
+    assert next_mode({"mode": "tree"}) == {"mode": "auto"} and next_mode({"mode": "auto"}) == {"mode": "off"}
 
 
 def test_history_walks_back_and_returns_the_draft():

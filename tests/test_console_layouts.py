@@ -178,6 +178,28 @@ async def test_a_layout_is_applied_only_after_its_plan_was_confirmed() -> None:
         )
 
 
+async def test_undo_of_a_layout_shows_the_plan_of_the_way_back_and_asks() -> None:
+    runtime = Flipping()
+    async with layouts(runtime) as driven:
+        await go_to(driven, "tp2")
+        await driven.press("a")
+        await driven.until(lambda: isinstance(driven.app.screen, ConfirmDialog), "asked")
+        await driven.press("y")
+        await driven.until(lambda: "layout single -> tp2" in driven.app.view.notice, "told")
+        assert "u undoes" in driven.app.view.notice
+        for answer in ("escape", "y"):
+            assert runtime.layout == "tp2", "one key rebuilds nothing"
+            await driven.press("u")
+            await driven.until(lambda: isinstance(driven.app.screen, ConfirmDialog), "asked for the way back")
+            asked = driven.shown()
+            assert "Undo: layout back to single?" in asked and "expected pause: about 3.0 s" in asked
+            await driven.press(answer)
+        await driven.until(lambda: "undone: layout tp2 -> single" in driven.app.view.notice, "undone")
+        assert runtime.layout == "single" and "u undoes" not in driven.app.view.notice
+        await driven.press("u")
+        await driven.until(lambda: "nothing to undo" in driven.app.view.notice, "nothing is left")
+
+
 @pytest.mark.case("A27")
 async def test_what_the_runtime_refuses_is_told_and_nothing_changes() -> None:
     runtime = FakeRuntime()

@@ -80,7 +80,7 @@ async def test_save_flip_to_worse_diff_and_roll_back_to_the_first_by_keys(store:
     runtime = FakeRuntime(RuntimeConfig(mode="tree", tree_budget=11), round_s=0.001)
     async with console(runtime, size=(80, 24)) as driven:
         await save(driven, "fast tree", "measured on a quiet host")
-        await driven.press("m")
+        await driven.press("m", "m")
         await driven.until(lambda: runtime.config.mode == "off", "worse setting")
         await driven.until(lambda: driven.app.view.config.get("mode") == "off", "seen")
         await save(driven, "plain")
@@ -119,7 +119,7 @@ async def test_the_verdict_compares_what_was_measured_then_and_after(store: Path
         await save(driven, "first")
         await listed(driven, "first")
         for _ in range(2):  # the first one measures; the second has figures to compare with
-            await driven.press("m")
+            await driven.press("m", "m")
             await driven.until(lambda: runtime.config.mode == "off", "flipped")
             await driven.press("g", "r")
             await driven.until(lambda: isinstance(driven.app.screen, RollbackDialog), "preview")
@@ -133,7 +133,7 @@ async def test_the_verdict_compares_what_was_measured_then_and_after(store: Path
         assert "tok/s" in said
         await driven.press("g", "v")
         await driven.until(lambda: "figures are back" in driven.text("#verdict"), "verified")
-        await driven.press("m")
+        await driven.press("m", "m")
         await driven.until(lambda: runtime.config.mode == "off", "other settings")
         await driven.press("v")
         await driven.until(lambda: "other settings run: mode off here" in driven.app.view.notice, "refused")
@@ -246,7 +246,7 @@ def test_save_flip_and_roll_back_in_a_real_terminal(tmux: Tmux, store: Path, cac
     tmux.until("Save a snapshot of what runs")
     tmux.keys("first", "Enter")
     tmux.until("saved ", "first")
-    tmux.keys("m")
+    tmux.keys("m", "m")
     tmux.until("mode off")
     tmux.keys("5")
     tmux.until("[5 Snapshots]", "1 snapshot ", "first")

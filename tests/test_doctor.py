@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_cli import ddtree
 
-from runtime.doctor import CHECKS, examine, fix, lines, to_json
+from runtime.doctor import CHECKS, FixFailed, examine, fix, lines, to_json
 from runtime.doctor_checks import Finding
 from runtime.host_probe import Driver, Gpu, Probe, Sources, read_probe
 from runtime.site_packages import Packages
@@ -319,6 +319,29 @@ def test_a_key_that_others_may_read_is_an_error_and_fixed(sources: Any, tmp_path
     assert "undo: chmod 644" in done[0]
     assert found(read_probe(sources()), "private-files").severity == "ok"
     assert "secret" not in json.dumps(to_json(findings))
+
+
+def test_fix_lets_the_user_linger_and_says_what_went_wrong_if_it_cannot(
+    sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loginctl that keeps what it was told stands in for systemd's: only root of a systemd host has a real one."""
+    (tmp_path / "root/run/systemd/system").mkdir(parents=True)
+    unit = tmp_path / "ddtree.service"
+    unit.write_text("")
+    probe = read_probe(sources(user_unit=unit))
+    tool = tmp_path / "bin/loginctl"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/told\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    done = fix(probe, examine(probe))
+    user = probe.login.user
+    assert done == (f"{user} lingers (undo: loginctl disable-linger {user})",)
+    assert (tmp_path / "told").read_text() == f"enable-linger {user}\n"
+    tool.write_text("#!/bin/sh\necho 'Could not enable linger: Access denied' >&2\nexit 1\n")
+    with pytest.raises(FixFailed, match="enable-linger .*: Could not enable linger: Access denied") as failed:
+        fix(probe, examine(probe))
+    assert failed.value.exit_code == 1
 
 
 def test_the_text_says_severity_in_words_and_what_to_do(sources: Any) -> None:

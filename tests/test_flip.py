@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from console_driver import console
-from test_rebuild import EVERY, LONG, apply, running, through
+from test_rebuild import EVERY, LONG, apply, hold_builds, reason_has, running, through
 from test_runtime_contract import ask, collect, idle, settle
 from tiny_models import tiny_config, write_drafter, write_target
 
@@ -26,25 +27,32 @@ from console.dialogs import ConfirmDialog
 from runtime.gang import Gang
 from runtime.gang_step import pack
 from runtime.interface import (
+    ChangeReport,
     ConfigRejected,
     EngineState,
     GenerateRequest,
-    RequestFinished,
+    RuntimeUnavailable,
     SamplingParams,
-    TokensEmitted,
 )
 from runtime.local import LocalRuntime
 
 Start = Callable[..., Any]
+LONG_FORM = bool(os.environ.get("DDTREE_LONG"))
 SAMPLINGS = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 11}]
+MODES = ("off", "chain", "tree")
+FLIPS = {
+    "llama": ("tp2", "pp2", "single"),
+    "qwen3": ("pp2", "tp2", "single"),
+    "qwen3_moe": ("tp2", "ep2", "tp2ep2", "pp2", "single"),
+}
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A dense pair and one with experts."""
+    """A target of each family and a drafter for it."""
     root = tmp_path_factory.mktemp("flip")
     found = {}
-    for family in ("llama", "qwen3_moe"):
+    for family in FLIPS:
         target = write_target(root / family, family)
         found[family] = target, write_drafter(root / f"{family}-drafter", target)
     return found
@@ -52,13 +60,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 @pytest.fixture
 async def start(pairs: dict[str, tuple[Path, Path]]) -> AsyncIterator[Start]:
-    """Starts runtimes that carry every unfinished request over at once."""
+    """Starts runtimes that end the engine before they build another one, and carry every request over at once."""
     made: list[LocalRuntime] = []
 
     async def one(family: str = "llama", **settings: Any) -> LocalRuntime:
         target, drafter = pairs[family]
-        fields = {"model": str(target), "drafter": str(drafter), "max_seq_len": 400, "rebuild_drain": 0}
-        config = tiny_config(target, **(fields | settings))
+        fields = {"model": str(target), "drafter": str(drafter), "max_seq_len": 400}
+        config = tiny_config(target, **(fields | {"rebuild_drain": 0, "rebuild_ahead": False} | settings))
         made.append(LocalRuntime(config))
         await made[-1].wait_ready()
         return made[-1]
@@ -73,22 +81,82 @@ def gang_of(runtime: LocalRuntime) -> Gang:
     return runtime._engine.models.target.gang  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(
-    ("family", "layouts"), [("llama", ("tp2", "pp2", "single")), ("qwen3_moe", ("ep2", "tp2ep2", "pp2"))]
-)
-async def test_a_stream_over_flips_has_the_text_it_would_have_had(
-    start: Start, family: str, layouts: tuple[str, ...], sampling: dict[str, Any]
+@pytest.mark.case("E7")
+@pytest.mark.parametrize("family", FLIPS)
+async def test_streams_of_every_mode_over_flips_have_the_text_they_would_have_had(
+    start: Start, family: str
 ) -> None:
-    runtime = await start(family)
-    wanted = {**LONG, **sampling}
-    alone = (await collect(runtime, ask(**wanted)))[-1]
-    events, reports = await through(runtime, ask(**wanted), *({"layout": layout} for layout in layouts))
-    assert [report.carried for report in reports] == [1, 1, 1]
+    kinds = [(mode, sampling) for mode in MODES for sampling in SAMPLINGS]
+    runtime = await start(family, max_concurrency=len(kinds))
+    length = {"max_tokens": 160, "ignore_eos": True}
+    alone = [(await collect(runtime, ask(**length, **sampling)))[-1] for sampling in SAMPLINGS]
+    wanted = [ask(**length, **sampling).model_copy(update={"mode": mode}) for mode, sampling in kinds]
+    others = [asyncio.create_task(collect(runtime, request)) for request in wanted[1:]]
+    changes = [{"layout": layout} for layout in FLIPS[family]]
+    events, reports = await through(runtime, wanted[0], *changes)
+    ends = [events[-1], *[(await each)[-1] for each in others]]
+    assert [report.carried for report in reports] == [len(kinds)] * len(changes)
     assert all(report.failure is None and report.outage_s for report in reports)
-    assert events[-1].token_ids == alone.token_ids and events[-1].text == alone.text
-    assert events[-1].stats.continued == f"continued under {layouts[-1]}: near-ties may differ"
-    assert (await runtime.status()).config["layout"] == layouts[-1]
+    for (mode, sampling), end in zip(kinds, ends, strict=True):
+        expected = alone[SAMPLINGS.index(sampling)]
+        assert end.token_ids == expected.token_ids and end.text == expected.text, (mode, sampling)
+        assert end.stats.continued == "continued under single: near-ties may differ"
+    assert (await runtime.status()).config["layout"] == "single"
+
+
+async def test_the_next_layout_is_built_while_this_one_serves(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = await start(rebuild_ahead=True, max_seq_len=1000)
+    endless = {**LONG, "max_tokens": 900}
+    alone = (await collect(runtime, ask(**endless)))[-1]
+    slow_down(runtime, monkeypatch)
+    hold = hold_builds(monkeypatch)
+    streaming = asyncio.create_task(collect(runtime, ask(**endless)))
+    await settle(lambda: decoding(runtime), 60)
+    plan = await runtime.preview({"layout": "tp2"})
+    assert plan.outage_s is not None, (
+        "loading is no part of the pause, so it can be told before the first time"
+    )
+    assert plan.changes[0].note == "the engine is built while the one before it serves"
+    change = asyncio.create_task(runtime.apply({"layout": "tp2"}, plan.revision, "a test"))
+    await settle(lambda: reason_has(runtime, "loading tp2; serving"))
+    before = (await runtime.requests())[0]
+    await settle(lambda: longer(runtime, before.output_tokens + 5), 60)
+    status = await runtime.status()
+    assert status.state is EngineState.READY and status.config["layout"] == "single" and not change.done()
+    hold.set()
+    report = await change
+    assert report.failure is None and report.carried == 1 and report.outage_s
+    monkeypatch.undo()
+    end = (await streaming)[-1]
+    assert end.token_ids == alone.token_ids
+    assert end.stats.continued == "continued under tp2: near-ties may differ"
+
+
+async def longer(runtime: LocalRuntime, tokens: int) -> bool:
+    return any(each.state == "decoding" and each.output_tokens > tokens for each in await runtime.requests())
+
+
+def slow_down(runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a stream of a tiny model last as long as one of a model of some size."""
+    step = runtime._step
+
+    def paced(engine: Any) -> None:
+        time.sleep(0.05)
+        step(engine)
+
+    monkeypatch.setattr(runtime, "_step", paced)
+
+
+async def test_closing_ends_an_engine_that_is_built_ahead(start: Start) -> None:
+    runtime = await start(rebuild_ahead=True)
+    change = asyncio.create_task(apply(runtime, {"layout": "tp2"}))
+    await settle(lambda: reason_has(runtime, "loading tp2"))
+    await runtime.aclose()
+    outcome = (await asyncio.gather(change, return_exceptions=True))[0]
+    assert isinstance(outcome, RuntimeUnavailable) or outcome.failure == "closed while loading"
+    assert not [each for each in children() if "ddtree rank" in name_of(each)]
 
 
 @pytest.mark.case("A27")
@@ -106,71 +174,92 @@ async def test_what_a_target_cannot_have_is_refused_before_teardown_and_the_old_
     assert end.reason == "length" and end.stats.continued is None
 
 
-def kill(gang: Gang) -> None:
-    os.kill(gang.pids[1], signal.SIGKILL)
+def kill(gang: Gang, rank: int) -> None:
+    os.kill(gang.pids[rank], signal.SIGKILL)
 
 
-def stop(gang: Gang) -> None:
-    os.kill(gang.pids[1], signal.SIGSTOP)
+def stop(gang: Gang, rank: int) -> None:
+    os.kill(gang.pids[rank], signal.SIGSTOP)
 
 
-def confuse(gang: Gang) -> None:
-    """Rank 1 is told to do what it does not know."""
-    gang._pipes[1].send_bytes((7).to_bytes(8, sys.byteorder) * 4)
+def confuse(gang: Gang, rank: int) -> None:
+    """A rank is told to do what it does not know."""
+    gang._pipes[rank].send_bytes((7).to_bytes(8, sys.byteorder) * 4)
 
 
-def mismatch(gang: Gang) -> None:
-    """Rank 1 runs a pass of two rows while rank 0 runs none, or one of other size."""
+def mismatch(gang: Gang, rank: int) -> None:
+    """A rank runs a pass of two rows while the other one runs none, or one of other size."""
     import torch
 
     from runtime.attention import Segment, causal_mask
 
     rows = torch.arange(2)
     segment = Segment(0, 0, 2, causal_mask(2, torch.device("cpu")), rows)
-    gang._pipes[1].send_bytes(pack(rows, rows, [segment], []))
+    gang._pipes[rank].send_bytes(pack(rows, rows, [segment], []))
 
 
 FAULTS = [
-    (kill, 0.3, "rank 1 was ended by SIGKILL"),
+    (kill, 0.3, "rank {} was ended by SIGKILL"),
     (stop, 2.0, "hangs or is stopped"),
-    (confuse, 0.3, "rank 1: ValueError: operation 7 is unknown"),
+    (confuse, 0.3, "rank {}: ValueError: operation 7 is unknown"),
     (mismatch, 2.0, "rank"),
 ]
-"""What happens to rank 1, within how many seconds it is seen on an idle machine, and what is said of it."""
+"""What happens to a rank, within how many seconds it is seen on an idle machine, and what is said of it."""
+PROMPTS = ("abc", "the cat", "zz")
+"""Two run, one waits."""
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["mid-step", "idle"])
-async def test_a_lost_rank_brings_the_old_layout_back_and_loses_no_request(start: Start, busy: bool) -> None:
-    runtime = await start()
-    alone = (await collect(runtime, ask(**LONG)))[-1]
+LOSSES = [(True, "tp2", 1), (False, "pp2", 0)]
+"""In the middle of a pass or idle, the layout, and the rank it happens to."""
+if LONG_FORM:
+    LOSSES += [(False, "tp2", 1), (True, "pp2", 0)]
+
+
+@pytest.mark.parametrize(("busy", "layout", "rank"), LOSSES)
+async def test_a_lost_rank_brings_the_old_layout_back_and_loses_no_request(
+    start: Start, busy: bool, layout: str, rank: int
+) -> None:
+    runtime = await start(max_concurrency=2)
+    alone = [(await collect(runtime, ask(text, **LONG)))[-1].token_ids for text in PROMPTS]
+
+    def streams() -> list[asyncio.Task[list[Any]]]:
+        return [asyncio.create_task(collect(runtime, ask(text, **LONG))) for text in PROMPTS]
+
     for fault, limit_s, words in FAULTS:
-        await apply(runtime, {"layout": "tp2"})
+        await apply(runtime, {"layout": layout})
         await settle(lambda: idle(runtime))
         gang, pids = gang_of(runtime), gang_of(runtime).pids
-        streaming = asyncio.create_task(collect(runtime, ask(**LONG))) if busy else None
+        streaming = streams() if busy else []
         if busy:
             await settle(lambda: decoding(runtime), 60)
         began = time.monotonic()
-        fault(gang)
+        fault(gang, rank)
         if fault is mismatch and not busy:
-            # Rank 1 waits in a collective that rank 0 does not know of; the next pass of all meets another size.
-            streaming = asyncio.create_task(collect(runtime, ask(**LONG)))
+            # The rank waits in a collective that the other does not know of; the next pass of all meets another size.
+            streaming = streams()
         while gang.lost is None:
             await asyncio.sleep(0.005)
         seen_s = time.monotonic() - began
         await settle(lambda: state_is(runtime, EngineState.DEGRADED), 120)
+        tell(f"{fault.__name__}, {'mid-step' if busy else 'idle'}, {layout}: seen after {seen_s:.2f} s")
         status = await runtime.status()
-        assert words in status.reason, (fault.__name__, status.reason)
-        assert "single serves in place of tp2" in status.reason
+        assert words.format(rank) in status.reason, (fault.__name__, status.reason)
+        assert f"single serves in place of {layout}" in status.reason
         assert status.config["layout"] == "single" and status.errors
-        if streaming is not None:
-            end = (await streaming)[-1]
-            assert end.token_ids == alone.token_ids and end.reason == "length"
-        assert (await collect(runtime, ask(**LONG)))[-1].token_ids == alone.token_ids
+        ends = [(await each)[-1] for each in streaming]
+        assert all(end.reason == "length" for end in ends)
+        assert not ends or [end.token_ids for end in ends] == alone
+        assert (await collect(runtime, ask(PROMPTS[0], **LONG)))[-1].token_ids == alone[0]
         assert not any(psutil.pid_exists(pid) for pid in pids)
         assert seen_s < limit_s * patience(), fault.__name__
-    await apply(runtime, {"layout": "tp2"})
+    await apply(runtime, {"layout": layout})
     assert (await runtime.status()).state is EngineState.READY
+
+
+def tell(line: str) -> None:
+    """Prints a figure of the long form."""
+    if LONG_FORM:
+        print(f"\n{line}", end="", flush=True)
 
 
 def patience() -> float:
@@ -187,8 +276,9 @@ async def state_is(runtime: LocalRuntime, state: EngineState) -> bool:
 
 
 @pytest.mark.case("A32")
-async def test_a_rank_that_is_lost_while_it_loads_leaves_the_old_layout(start: Start) -> None:
-    runtime = await start()
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_a_rank_that_is_lost_while_it_loads_leaves_the_old_layout(start: Start, ahead: bool) -> None:
+    runtime = await start(rebuild_ahead=ahead)
     change = asyncio.create_task(apply(runtime, {"layout": "pp2"}))
     while not (ranks := [each for each in children() if "rank" in name_of(each)]) and not change.done():
         await asyncio.sleep(0.001)
@@ -196,6 +286,7 @@ async def test_a_rank_that_is_lost_while_it_loads_leaves_the_old_layout(start: S
         each.kill()
     report = await change
     assert report.failure is None or "SIGKILL" in report.failure
+    assert report.failure is None or not ahead or report.outage_s == 0, "the old one never went"
     assert (await collect(runtime, ask(**LONG)))[-1].reason == "length"
 
 
@@ -244,24 +335,51 @@ def name_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.case("A32")
-async def test_flips_back_and_forth_leave_nothing_behind(start: Start) -> None:
-    flips = 20 if os.environ.get("DDTREE_LONG") else 6
-    runtime = await start(max_seq_len=1000)
-    wanted = {"max_tokens": EVERY * (flips + 2), "ignore_eos": True, "temperature": 0.7, "seed": 3}
-    alone = (await collect(runtime, ask(**wanted)))[-1]
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_flips_back_and_forth_leave_nothing_behind(
+    start: Start, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flips = 20 if LONG_FORM else 2 if ahead else 6
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where no other process has folders of ranks
+    target = write_target(tmp_path / "endless", eos_token_id=None, max_position_embeddings=16384)
+    (target / "generation_config.json").write_text("{}")
+    drafter = write_drafter(tmp_path / "drafter", target)
+    fields = {"model": str(target), "drafter": str(drafter), "prefix_reuse": False, "rebuild_ahead": ahead}
+    runtime = await start(**fields, max_seq_len=16384, max_concurrency=1)
+    wanted = {"temperature": 0.7, "seed": 3}
     await apply(runtime, {"layout": "tp2"})
     await apply(runtime, {"layout": "single"})
     before = left()
-    layouts = [{"layout": ("tp2", "single", "pp2", "single")[i % 4]} for i in range(flips)]
-    events, reports = await through(runtime, ask(**wanted), *layouts)
-    assert len(reports) == flips and all(report.failure is None for report in reports)
-    assert isinstance(events[-1], RequestFinished) and events[-1].token_ids == alone.token_ids
-    tokens = sum(len(event.pieces) for event in events if isinstance(event, TokensEmitted))
-    assert tokens == len(alone.token_ids)
+    step = runtime._step
+    if ahead:
+        slow_down(runtime, monkeypatch)
+    streaming = asyncio.create_task(collect(runtime, ask(**wanted, max_tokens=16000)))
+    reports: list[ChangeReport] = []
+    reached = 0
+    for number in range(flips):
+        await settle(lambda: longer(runtime, reached + EVERY), 60)  # noqa: B023
+        reports.append(await apply(runtime, {"layout": ("tp2", "single", "pp2", "single")[number % 4]}))
+        reached = (await runtime.requests())[0].output_tokens
+    await settle(lambda: longer(runtime, reached + EVERY), 60)
+    assert await runtime.cancel((await runtime.requests())[0].request_id)
+    end = (await streaming)[-1]
+    runtime._step = step  # type: ignore[method-assign]
+    assert all(report.failure is None and report.carried == 1 for report in reports)
     await settle(lambda: idle(runtime))
     after = left()
     assert after[:3] == before[:3]
     assert after[3] - before[3] < 48 * 2**20, "resident memory stays"
+    alone = (await collect(runtime, ask(**wanted, max_tokens=len(end.token_ids))))[-1]
+    assert end.token_ids == alone.token_ids and end.text == alone.text
+    pauses = sorted(report.outage_s or 0.0 for report in reports)
+    how = "built ahead" if ahead else "one engine at a time"
+    tell(
+        f"{flips} flips, {how}: {len(end.token_ids)} tokens as undisturbed; "
+        f"pause median {statistics.median(pauses):.2f} s, longest {pauses[-1]:.2f} s; "
+        f"processes {before[0]} to {after[0]}, descriptors {before[1]} to {after[1]}, "
+        f"folders {len(before[2])} to {len(after[2])}, "
+        f"resident {before[3] / 2**20:.0f} to {after[3] / 2**20:.0f} MiB"
+    )
 
 
 def left() -> tuple[int, int, set[str], int]:
@@ -270,6 +388,45 @@ def left() -> tuple[int, int, set[str], int]:
     folders = {each.name for each in Path(tempfile.gettempdir()).glob("ddtree-gang-*")}
     me = psutil.Process()
     return len(children()), me.num_fds(), folders, me.memory_info().rss
+
+
+OWN_PRESET = """
+name = "tp2"
+title = "The native two ranks with variables of one's own"
+engine = "native"
+degrees = { tp = 2 }
+
+[environment.GLOO_SOCKET_IFNAME]
+value = "LINK"
+why = "ranks cannot meet over a link that is not there"
+"""
+LATE = """
+[environment.TRANSFORMERS_VERBOSITY]
+value = "loudest"
+before = "import"
+why = "transformers complains of it when it is imported"
+"""
+
+
+async def test_variables_of_a_preset_are_set_in_its_ranks_and_nowhere_else(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = tmp_path / "ddtree" / "layouts" / "own.toml"
+    file.parent.mkdir(parents=True)
+    runtime = await start()
+    before = dict(os.environ)
+    file.write_text(OWN_PRESET.replace("LINK", "no-such-link"))
+    report = await apply(runtime, {"layout": "tp2"})
+    assert report.failure and "no-such-link" in report.failure
+    file.write_text(OWN_PRESET.replace("LINK", "lo") + LATE)
+    plan = await runtime.preview({"layout": "tp2"})
+    assert "needs a new process: TRANSFORMERS_VERBOSITY must be set before" in plan.changes[0].note
+    if LONG_FORM:  # each rank imports torch and transformers for itself
+        assert (await apply(runtime, {"layout": "tp2"})).failure is None
+        said = (gang_of(runtime)._folder / "rank1.log").read_text()
+        assert "TRANSFORMERS_VERBOSITY=loudest" in said
+    assert dict(os.environ) == before
 
 
 PARENT = """

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from constructed import ConstructedDrafter, Reference, Request
 from engine_driver import MODES, MakeEngine, as_generate, ask, run
 from reference_sampler import Rule
+from safetensors.torch import load_file, save_file
 from tiny_models import prompt_of, tiny_config, write_drafter, write_target
 from torch import Tensor
 
+import runtime.gang_target
 from runtime.attention import Segment, Step, causal_mask
+from runtime.gang import RankSpec
 from runtime.gang_step import RemotePool, pack, step_of, unpack
 from runtime.gang_target import GangTarget
 from runtime.interface import ConfigRejected
@@ -202,15 +207,52 @@ def test_ranks_are_told_what_was_decided_and_decide_nothing() -> None:
         assert torch.equal(got.mask, given.mask) and torch.equal(got.positions, given.positions)
 
 
+@pytest.mark.case("A26")
+def test_a_rank_that_rounds_otherwise_moves_no_decision(
+    targets: dict[str, Path], make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = targets["llama"]
+    other = shutil.copytree(family, tmp_path / "other")
+    state = load_file(other / "model.safetensors")
+    state["model.norm.weight"] *= (
+        1.001  # of its own logits alone: what ranks exchange comes before the last norm
+    )
+    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
+
+    def spec(**fields: Any) -> RankSpec:
+        return RankSpec(**(fields | ({"model": str(other)} if fields["rank"] == 1 else {})))
+
+    monkeypatch.setattr(runtime.gang_target, "RankSpec", spec)
+    requests = [
+        Request("greedy", prompt_of(19), 24),
+        Request("sampled", prompt_of(41), 24, Rule(temperature=1.0, seed=5)),
+    ]
+    drafter = ConstructedDrafter(Reference(family, 288).scripts(requests))
+    folder = write_drafter(tmp_path / "drafter", family)
+    engine = make_engine(drafter, target=family, drafter=folder, layout="tp2", max_seq_len=128)
+    clients = [ask(engine, as_generate(each, mode="tree")) for each in requests]
+    run(engine)
+    for request, client in zip(requests, clients, strict=True):
+        assert client.finished.token_ids == drafter.scripts[request.name].outputs
+
+
 REFUSED = [
-    ({}, "ep2", None, "has none"),
-    ({}, "tp2ep2", None, "dense"),
-    ({"num_hidden_layers": 1}, "pp2", None, "has 1"),
-    ({"intermediate_size": 63}, "tp2", None, "intermediate_size = 63"),
+    ({}, "ep2", None, "has none (a dense model); use tp2 or pp2"),
+    ({}, "tp2ep2", None, "dense model); use tp2 or pp2"),
+    ({"intermediate_size": 63}, "ep2", None, "dense model); use pp2"),
+    ({"num_hidden_layers": 1, "intermediate_size": 63}, "ep2", None, "dense model); use single"),
+    ({"num_hidden_layers": 1}, "pp2", None, "has 1; use tp2"),
+    ({"intermediate_size": 63}, "tp2", None, "intermediate_size = 63 of a target over 2 ranks; use pp2"),
     ({"num_experts": 7, "moe_intermediate_size": 16}, "ep2", None, "7 experts"),
-    ({"num_experts": 8, "num_key_value_heads": 3}, "tp2ep2", None, "3 KV heads"),
+    (
+        {"num_experts": 8, "num_key_value_heads": 3},
+        "tp2ep2",
+        None,
+        "3 KV heads of a target over 2 ranks; use tp2 or ep2",
+    ),
     ({}, "pp2", 1, "needs 2 GPUs, torch sees 1"),
 ]
+"""What is refused, and what is offered instead: only what this target can have."""
 
 
 @pytest.mark.case("A27")

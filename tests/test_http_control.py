@@ -46,6 +46,9 @@ ROUTES = [
     ("POST", "/runtime/drain"),
     ("POST", "/runtime/stop"),
     ("POST", "/runtime/restart"),
+    ("GET", "/snapshots"),
+    ("GET", "/snapshots/diff"),
+    ("GET", "/snapshots/show"),
 ]
 
 
@@ -118,7 +121,7 @@ async def test_the_list_of_routes_above_is_complete() -> None:
         (method.upper(), path.replace("{request_id}", "x").replace("{job_id}", "x"))
         for path, methods in paths.items()
         for method in methods
-        if path.startswith("/runtime")
+        if path.startswith(("/runtime", "/snapshots"))
     }
     assert found == set(ROUTES)
 
@@ -206,9 +209,20 @@ async def test_of_two_changes_from_one_revision_exactly_one_is_applied() -> None
         assert [change["author"] for change in status["history"]] == [bodies[won]["author"]]
 
 
-async def test_paths_of_the_server_are_not_set_over_http() -> None:
+async def test_paths_of_the_server_are_not_set_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    paths = (
+        {"model": "/etc/passwd"},
+        {"drafter": "../x"},
+        {"model": "~/m"},
+        {"model": "a\\b"},
+        {"model": "here"},
+    )
     async with client() as http:
-        for change in ({"model": "/etc/passwd"}, {"drafter": "../x"}, {"model": "~/m"}, {"model": "a\\b"}):
+        for change in paths:
             for route, more in (("preview", {}), ("apply", {"revision": 1})):
                 answer = await http.post(f"/runtime/{route}", json={"change": change, **more})
                 assert answer.status_code == 400

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
+from http_serving import OPERATOR, served
 from test_jobs import PROMPTS, ended
 from tiny_models import tiny_config
 
 from runtime.doctor import CHECKS
+from runtime.http_client import HttpRuntime
 from runtime.interface import ConfigRejected
 from runtime.local import LocalRuntime
 
@@ -52,3 +55,11 @@ async def test_a_doctor_answers_beside_other_work(
     job = await ended(serving, "doctor", {})
     assert job.state == "done" and job.result is not None, job.text
     assert len(job.result["checks"]) == len(CHECKS) and job.text.startswith(f"{len(CHECKS)} checks, ")
+    async with served(serving) as url:
+        attached = HttpRuntime(url, OPERATOR)
+        there = await ended(attached, "doctor", {})
+        await attached.aclose()
+    assert there.result is not None and [each["id"] for each in there.result["checks"]] == [
+        each["id"] for each in job.result["checks"]
+    ]
+    assert not torch.cuda.is_initialized(), "the driver is asked by a child process"

@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_config
 
 import runtime.round
-from runtime.interface import ConfigRejected, Frozen, Job, Runtime, RuntimeUnavailable
+from runtime.interface import ConfigRejected, Frozen, Job, Runtime, RuntimeFault, RuntimeUnavailable
 from runtime.jobs import JobContext, JobKind, Outcome
 from runtime.local import LocalRuntime
 
@@ -33,6 +33,14 @@ async def ended(runtime: Runtime, kind: str, parameters: dict[str, Any]) -> Job:
     while not (job := next(each for each in await runtime.jobs() if each.id == job_id)).over:
         await asyncio.sleep(0.02)
     return job
+
+
+async def test_without_a_keeper_nothing_is_saved_or_rolled_back_to(local: LocalRuntime) -> None:
+    for kind in ("snapshot", "rollback"):
+        with pytest.raises(ConfigRejected, match=f"kind = {kind}: this runtime does not offer it"):
+            await local.start_job(kind)
+    with pytest.raises(RuntimeFault, match="keeps no snapshots"):
+        await local.snapshots.page()
 
 
 async def test_a_bench_measures_every_case_through_the_serving_runtime(local: LocalRuntime) -> None:

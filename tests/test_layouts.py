@@ -250,6 +250,15 @@ def test_degrees_that_cannot_run_are_refused_from_static_facts(
     assert any(words in reason for reason in refusals(SMOL, degrees, engine))
 
 
+@pytest.mark.parametrize("degrees", [Degrees(ep=2), Degrees(tp=2, ep=2), Degrees(tp=2, pp=2)])
+def test_a_dense_model_is_never_advised_to_spread_experts(degrees: Degrees) -> None:
+    reasons = refusals(SMOL, degrees, "native")
+    assert reasons and not any("use ep2" in reason or "or ep2" in reason for reason in reasons)
+    assert "use tp2 or ep2 or tp2ep2 or pp2" in refusals(MOE, Degrees(tp=2, pp=2), "native")[0]
+    odd = MOE.model_copy(update={"heads": 9, "kv_heads": 3})
+    assert refusals(odd, Degrees(tp=2, ep=2), "native")[0].endswith("use tp2 or ep2 or pp2")
+
+
 def test_experts_that_do_not_divide_are_refused() -> None:
     assert "does not divide the 384 experts" in refusals(KIMI, Degrees(tp=5, ep=5), "sglang")[0]
     odd = KIMI.model_copy(update={"heads": 128, "kv_heads": 128})

@@ -150,6 +150,34 @@ async def test_requests_that_come_while_it_closes_are_answered(folders: tuple[Pa
     assert all(isinstance(each, RuntimeUnavailable | list) for each in outcomes)
 
 
+async def test_a_thread_that_cannot_go_on_says_so_and_leaves_nobody_waiting(
+    folders: tuple[Path, Path],  # noqa: F811
+) -> None:
+    runtime = LocalRuntime(tiny_config(*folders, max_seq_len=1000))
+    await runtime.wait_ready()
+    streaming = asyncio.create_task(collect(runtime, ask(max_tokens=900, ignore_eos=True)))
+
+    async def running() -> bool:
+        return (await runtime.status()).running > 0
+
+    await settle(running)
+
+    def broken(_held: object) -> None:
+        raise ArithmeticError("made to fail")
+
+    runtime._post(broken)
+    async with asyncio.timeout(30):
+        end = (await streaming)[-1]
+        assert isinstance(end, RequestFinished)
+        assert end.reason == "error" and "made to fail" in str(end.error)
+        status = await runtime.status()
+        assert status.state is EngineState.FAILED and "made to fail" in status.reason
+        for call in (collect(runtime, ask()), runtime.apply({"tree_budget": 4}, status.revision)):
+            with pytest.raises(RuntimeUnavailable, match="made to fail"):
+                await call
+        await runtime.aclose()
+
+
 @pytest.mark.parametrize("limits", [{"max_seq_len": 32}, {"kv_slots": 96, "max_tree_budget": 8}])
 async def test_small_limits_do_not_keep_it_from_starting(
     folders: tuple[Path, Path],  # noqa: F811

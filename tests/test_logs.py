@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -170,3 +171,19 @@ def test_who_watches_gets_records_without_keys_and_neither_prompts_nor_access_li
     logs.unwatch_log(watched)
     logs.LOGGER.error("nobody watches")
     assert told[-1].text == "GPU 1 is lost"
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handler = logs.LogFile("/dev/full", maxBytes=logs.MAX_BYTES, backupCount=1, delay=True, encoding="utf-8")
+    logger = logging.getLogger("ddtree-test-of-a-full-disk")
+    logger.propagate = False
+    logger.addHandler(handler)
+    for number in range(3):
+        logger.error("line %d", number)
+    said = capsys.readouterr().err
+    assert said == "ddtree: the log /dev/full cannot be written: No space left on device\n"
+    logger.removeHandler(handler)
+    with contextlib.suppress(OSError):  # the rest of the buffer cannot be written either
+        handler.close()

@@ -17,6 +17,7 @@ from tiny_models import tiny_config
 
 from runtime.interface import (
     GenerateRequest,
+    GpuProcess,
     GpuSample,
     HostSample,
     RequestStats,
@@ -28,7 +29,18 @@ from runtime.local import LocalRuntime
 from runtime.metrics import KNOWN_WORKLOADS, Metrics
 from runtime.throughput import Throughput
 
-UNITS = ("_seconds", "_bytes", "_ratio", "_tokens", "_watts", "_celsius", "_nodes", "_info")
+UNITS = (
+    "_seconds",
+    "_bytes",
+    "_ratio",
+    "_tokens",
+    "_watts",
+    "_celsius",
+    "_hertz",
+    "_nodes",
+    "_info",
+    "_per_second",
+)
 
 
 @asynccontextmanager
@@ -99,6 +111,8 @@ async def test_the_figures_of_a_real_runtime_add_up(tiny_folder: Path) -> None:
     slots = [found[f"ddtree_kv_slots[{use}]"] for use in ("running", "cached", "free")]
     assert sum(slots) == (await runtime.status()).slots_total
     assert found["ddtree_engine_state[ready]"] == found["ddtree_mode[tree]"] == 1
+    assert found["ddtree_baseline_tokens_per_second[off]"] > 0
+    assert found["ddtree_baseline_tokens_per_second[chain]"] > 0
     await runtime.aclose()
 
 
@@ -126,9 +140,24 @@ async def test_both_formats_parse_and_names_follow_the_conventions() -> None:
     async with counting(runtime) as metrics:
         await collect(runtime, ask())
         gpu = GpuSample(
-            index=0, name='H200 "a\\b"\n', uuid="GPU-1", memory_used=7, utilisation=0.5, power_w=300.0
+            index=0,
+            name='H200 "a\\b"\n',
+            uuid="GPU-1",
+            memory_used=7,
+            utilisation=0.5,
+            power_w=300.0,
+            sm_clock_mhz=1980,
+            memory_clock_mhz=3201,
+            pcie_rx_b_s=1e9,
+            pcie_tx_b_s=2e9,
+            nvlink_rx_b_s=3e9,
+            nvlink_tx_b_s=4e9,
+            throttle=("power cap",),
+            processes=(GpuProcess(pid=1, memory_used=5, ours=True), GpuProcess(pid=2, memory_used=2)),
+            ages={"power_w": 0.5, "utilisation": 1.5},
         )
-        metrics.take(HostSample(host="h", time_s=1.0, cpu=0.2, gpus=(gpu, GpuSample(index=1, name="other"))))
+        lost = GpuSample(index=1, name="other", state="lost, last reading 09:12:13")
+        metrics.take(HostSample(host="h", time_s=1.0, cpu=0.2, gpus=(gpu, lost)))
         metrics.http_request("/v1/models", 200, 0.1)
         text, plain_type = await metrics.render("text/plain")
         openmetrics, open_type = await metrics.render("application/openmetrics-text; version=1.0.0")
@@ -138,7 +167,9 @@ async def test_both_formats_parse_and_names_follow_the_conventions() -> None:
     for family in families:
         assert re.fullmatch(r"ddtree_[a-z0-9_]+", family.name)
         assert family.documentation or family.name.endswith("_created")
-        measured = re.search(r"time|memory|power|temperature|cpu|utilisation", family.name)
+        measured = re.search(
+            r"time|memory|power|temperature|cpu|utilisation|clock|pcie|nvlink|age", family.name
+        )
         assert not measured or family.name.removesuffix("_created").endswith(UNITS), family.name
     gpus = {
         (sample.name, sample.labels["gpu"]): sample.value
@@ -147,7 +178,16 @@ async def test_both_formats_parse_and_names_follow_the_conventions() -> None:
         if "gpu" in sample.labels
     }
     assert gpus["ddtree_gpu_memory_used_bytes", "0"] == 7
-    assert not [key for key in gpus if key[1] == "1"], "what is not known has no sample"
+    known = {name: value for (name, index), value in gpus.items() if index == "0"}
+    assert known["ddtree_gpu_sm_clock_hertz"] == 1.98e9
+    assert known["ddtree_gpu_memory_clock_hertz"] == 3.201e9
+    assert known["ddtree_gpu_pcie_receive_bytes_per_second"] == 1e9
+    assert known["ddtree_gpu_nvlink_transmit_bytes_per_second"] == 4e9
+    assert known["ddtree_gpu_throttled"] == known["ddtree_gpu_up"] == 1
+    assert known["ddtree_gpu_reading_age_seconds"] == 1.5
+    assert {key: value for key, value in gpus.items() if key[1] == "1"} == {("ddtree_gpu_up", "1"): 0}, (
+        "what is not known has no sample"
+    )
 
 
 async def test_labels_stay_few_whatever_clients_send() -> None:

@@ -13,13 +13,17 @@ from installed_package import FILES, NAME, VERSION, build_wheel, contents, copy_
 from installed_package import make_environment as environment_with
 from installed_package import patch as patch_files
 
-from snapshots import restore
+from snapshots import restore, rollback, saving
+from snapshots.codec import patch_diff
 from snapshots.content import PackageState, PatchedFile
+from snapshots.git import StoreRefused
 from snapshots.hashes import HashCache
 from snapshots.journal import FileWrite, Journal, check_target
 from snapshots.originals import Originals
-from snapshots.patches import Examined, diff, examine
+from snapshots.patches import Examined, examine
 from snapshots.restore import RestoreFailed, RestoreRefused
+from snapshots.rollback import RollbackOptions
+from snapshots.saving import SaveRequest
 from snapshots.store import Store
 
 KILL_POINTS = 200 if os.environ.get("DDTREE_LONG") else 30
@@ -101,7 +105,7 @@ def test_exactly_the_patched_files_are_listed_with_the_right_diff(place: Place, 
         ("steps/ops/mask.py", "missing"),
     }
     assert found.packages[0].vanilla == len(FILES) - 4
-    diffs = {each.path: diff(each) for each in found.patches}
+    diffs = {each.path: patch_diff(each) for each in found.patches}
     assert diffs["steps/core.py"] == (
         "--- a/steps/core.py\n+++ b/steps/core.py\n@@ -1,5 +1,5 @@\n def width():\n-    return 8\n"
         "+    return 12\n \n \n def depth():\n"
@@ -132,10 +136,12 @@ def test_without_the_wheel_originals_come_from_an_earlier_snapshot_or_are_unknow
     patch_files(place.site)
     found = place.examine()
     changed = next(each for each in found.patches if each.path == "steps/core.py")
-    assert changed.original is None and diff(changed) is None
+    assert changed.original is None and patch_diff(changed) is None
     known = {changed.original_sha256: FILES["steps/core.py"].encode()}
     again = place.examine(earlier=known.get)
-    assert "-    return 8" in (diff(next(each for each in again.patches if each.path == changed.path)) or "")
+    assert "-    return 8" in (
+        patch_diff(next(each for each in again.patches if each.path == changed.path)) or ""
+    )
     lying = place.examine(earlier=lambda digest: b"something else")
     assert all(each.original is None for each in lying.patches)
 
@@ -430,7 +436,42 @@ def test_saved_and_rolled_back_from_the_command_line(place: Place, wheels: Path)
     found = saved.patches
     assert {each.path: each.kind for each in found}["steps/ops/mask.py"] == "missing" and len(found) == 5
     assert any(b"-    return 8\n+    return 12\n" in each for each in store.files(entry.commit).values())
-    assert snapshot("rollback", "vanilla", "--yes").returncode == 0
+    assert snapshot("rollback", "vanilla", "--yes", "--no-measure").returncode == 0
     assert contents(place.site) == vanilla
-    assert snapshot("rollback", "patched", "--yes").returncode == 0
+    done = snapshot("rollback", "patched", "--yes", "--no-measure")
+    assert done.returncode == 0 and "which loads 5 of 5 restored files with the right hashes" in done.stdout
     assert contents(place.site) == patched
+
+
+async def test_patches_of_sglangs_own_environment_are_kept_apart_and_go_back_there(
+    place: Place, reachable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CACHE", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(place.folder / name))
+    python = str(place.environment / "bin/python")
+    store, config = Store.at(place.folder / "store"), {"mode": "tree", "sglang_python": python}
+    patch_files(place.site)
+    patched = contents(place.site)
+    asked = SaveRequest(label="patched", packages=(NAME,), running_units=False, fetch_originals=True)
+    await saving.save_resolved(store, config, asked)
+    entry, saved = store.load("patched")
+    assert [(each.install, each.environment) for each in saved.packages] == [
+        ("absent", ""),
+        ("wheel", "sglang"),
+    ]
+    assert len(saved.patches) == 5 and {each.environment for each in saved.patches} == {"sglang"}
+    there = saved.environment.sglang
+    assert there is not None and python in str(there.python) and there.packages["torch"] is None
+    page = store.files(entry.commit)["README.md"].decode()
+    assert "SGLang's own environment: Python 3." in page and f"(for {NAME} in sglang's environment" in page
+    (place.site / "steps/core.py").write_text("spoilt")
+    quietly = RollbackOptions(measure=False)
+    plan = await rollback.preview(store, "patched", options=quietly, config=config)
+    done = await rollback.perform(store, plan)
+    assert contents(place.site) == patched and done.files == ("steps/core.py",)
+    assert "which loads 1 of 1 restored files with the right hashes" in done.verdict
+    (place.site / "steps/core.py").write_text("spoilt")
+    (place.environment / "bin/python").unlink()
+    plan = await rollback.preview(store, "patched", options=quietly, config=config)
+    with pytest.raises(StoreRefused, match="patched in SGLang's own environment.*set sglang_python"):
+        await rollback.perform(store, plan)

@@ -17,6 +17,7 @@ from runtime.interface import (
     ConfigRejected,
     EngineState,
     GenerateRequest,
+    JobRefused,
     RequestFinished,
     RuntimeUnavailable,
     TokensEmitted,
@@ -157,7 +158,7 @@ def hold_builds(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes engines wait, before they are built, for the event that is returned."""
     import threading
 
-    import runtime.engine_thread as thread_module
+    import runtime.rebuilder as rebuilder
     from runtime.rebuild import build
 
     event = threading.Event()
@@ -166,8 +167,42 @@ def hold_builds(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert event.wait(60)
         return build(*arguments)
 
-    monkeypatch.setattr(thread_module, "build", held)
+    monkeypatch.setattr(rebuilder, "build", held)
     return event
+
+
+async def test_a_job_and_a_rebuild_keep_each_other_out_and_say_who_holds_the_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = await start()
+    job = await runtime.start_job("bench", {"duration_s": 600.0}, "somebody")
+    plan = await runtime.preview({"max_tree_budget": 32})
+    assert not plan.allowed and f"no rebuild now: {job}, started by somebody" in plan.summary
+    with pytest.raises(ConfigRejected, match="started by somebody"):
+        await runtime.apply({"max_tree_budget": 32}, plan.revision)
+    assert (await runtime.preview({"temperature": 0.5})).allowed
+    assert await runtime.cancel_job(job)
+    await settle(lambda: no_job(runtime))
+
+    hold = hold_builds(monkeypatch)
+    change = asyncio.create_task(apply(runtime, {"layout": "tp2"}))
+    await settle(lambda: reason_has(runtime, "for a test: loading tp2"))
+    with pytest.raises(JobRefused, match=r"bench does not start: a test has the engine rebuilt \(layout"):
+        await runtime.start_job("bench", {"duration_s": 600.0})
+    with pytest.raises(ConfigRejected, match="a test has the engine rebuilt"):
+        await runtime.apply({"layout": "pp2"}, plan.revision)
+    hold.set()
+    await runtime.aclose()
+    outcome = (await asyncio.gather(change, return_exceptions=True))[0]
+    assert isinstance(outcome, RuntimeUnavailable) or "closed" in str(outcome.failure)
+
+
+async def no_job(runtime: LocalRuntime) -> bool:
+    return not runtime.job_board.holder
+
+
+async def reason_has(runtime: LocalRuntime, words: str) -> bool:
+    return words in (await runtime.status()).reason
 
 
 async def test_what_cannot_be_is_refused_before_anything_is_torn_down(start: Start, tmp_path: Path) -> None:

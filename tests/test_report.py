@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from git_stores import snapshot
 from scripted_server import Script
 from test_load import measure
 from test_tune import Paced, tuned
@@ -15,6 +16,7 @@ from test_tune import Paced, tuned
 from console.cli import main
 from runtime.load import Load
 from runtime.load_report import LoadReport, Slo, summarise
+from snapshots.store import Store
 
 
 def row(mode: str, budget: int, tok_s: float, accept: float, **fields: Any) -> dict[str, Any]:
@@ -144,3 +146,72 @@ def test_a_file_that_is_no_result_is_named(
     assert main(["report", str(file)]) == 2
     err = capsys.readouterr().err
     assert "file.json" in err and words in err
+
+
+# Snapshots
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of three snapshots: two of one host class with a bench, one that was never measured."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "store"
+    store = Store.at(folder)
+    for label, tok_s in (("before", 30.0), ("tree | best", 42.0), ("not measured", None)):
+        store.save(snapshot(label, f"why *{label}*", tok_s))
+    return folder
+
+
+def test_a_store_is_told_side_by_side_and_one_by_one(kept: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    assert main(["report", "--store", str(kept), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert "from 3 snapshot(s)" in text
+    assert "tok/s a user by snapshot; 2 x NVIDIA H200, bench" in text
+    assert text.count("| bench | tree 8 | n/a | n/a |") == 2, (
+        "each figure with its conditions, unknown ones n/a"
+    )
+    assert "tree \\| best" in text and "why \\*before\\*" in text
+    assert "No figures: not measured." in text
+    assert "| hardware | 2 x NVIDIA H200 |" in text and "layout single" in text
+    drawn = (tmp_path / "page-1.svg").read_text()
+    assert "42.0 tree 8 tree | best" in drawn and "30.0 tree 8 before" in drawn
+
+
+def test_named_snapshots_stand_after_result_files_each_once(
+    kept: Path, comparison: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--snapshot", "tree | best", "--snapshot", "latest~1", "--last", "1")
+    assert main(["report", str(comparison), "--store", str(kept), *options]) == 0
+    text = capsys.readouterr().out
+    assert "from 1 result file(s) and 2 snapshot(s)" in text
+    assert text.index("tree 11 is fastest") < text.index("## Snapshots")
+    assert text.count("why \\*tree") == 1 and "before" not in text
+
+
+def test_snapshots_that_do_not_compare_are_not_drawn_together(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = snapshot("elsewhere", "", 500.0)
+    elsewhere = other.host.model_copy(update={"hardware": "8 x NVIDIA B300"})
+    Store.at(kept).save(other.model_copy(update={"host": elsewhere}))
+    assert main(["report", "--store", str(kept)]) == 0
+    text = capsys.readouterr().out
+    assert "do not compare" in text and "500.0" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [([], "--snapshot, --last or --store"), (["--snapshot", "nothing"], "no snapshot")],
+)
+def test_nothing_to_tell_of_is_an_error_in_words(
+    options: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["report", *options]) in (1, 2)
+    assert words in capsys.readouterr().err

@@ -18,6 +18,7 @@ from runtime.interface import (
     ConfigRejected,
     EngineState,
     GenerateRequest,
+    Job,
     JobProgress,
     JobRefused,
     RequestAdmitted,
@@ -26,10 +27,12 @@ from runtime.interface import (
     RoundStats,
     Runtime,
     SamplingParams,
+    SnapshotUnknown,
     StatusChanged,
     TokensEmitted,
 )
 from runtime.local import LocalRuntime
+from snapshots.serving import StoreKeeper
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +43,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(params=["fake", "local", "http over fake", "http over local"])
-async def runtime(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> AsyncIterator[Runtime]:
+async def runtime(
+    request: pytest.FixtureRequest,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Runtime]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     if "fake" in request.param:
         made: Runtime = FakeRuntime()
     else:
-        local = LocalRuntime(tiny_config(*folders, mode="tree", tree_budget=8, max_tree_budget=16))
+        config = tiny_config(*folders, mode="tree", tree_budget=8, max_tree_budget=16)
+        local = LocalRuntime(config, keeper=StoreKeeper())
         await local.wait_ready()
         made = local
     if "http" in request.param:
@@ -205,8 +215,12 @@ async def test_one_job_at_a_time_the_other_is_refused_naming_its_holder_and_it_c
 async def test_a_job_of_a_wrong_kind_or_parameter_is_refused_naming_it(runtime: Runtime) -> None:
     with pytest.raises(ConfigRejected, match="kind = benhc: must be one of .* did you mean bench"):
         await runtime.start_job("benhc")
-    with pytest.raises(ConfigRejected, match="kind = rollback: this runtime does not offer it"):
-        await runtime.start_job("rollback")
+    with pytest.raises(ConfigRejected, match="patches"):
+        await runtime.start_job("rollback", {"snapshot": "latest", "patches": True})
+    with pytest.raises(ConfigRejected, match="looks like a secret: note line 2"):
+        await runtime.start_job("snapshot", {"note": "fine\nHF_TOKEN=hf_" + "a1" * 17})
+    with pytest.raises(SnapshotUnknown, match="no snapshot yet"):
+        await runtime.start_job("rollback", {"snapshot": "none such"})
     with pytest.raises(ConfigRejected, match="repetitions = 0"):
         await runtime.start_job("bench", {"repetitions": 0})
     with pytest.raises(ConfigRejected, match="tree_budgets = 900: must be from 0 to max_tree_budget"):
@@ -234,6 +248,69 @@ async def test_a_measuring_job_stops_when_somebody_sends_a_request(runtime: Runt
     await settle(lambda: over(runtime, job_id), 60)
     job = (await runtime.jobs())[0]
     assert job.state == "cancelled" and "stopped for 1 request of other clients" in job.text
+
+
+async def ended(runtime: Runtime, kind: str, parameters: dict, author: str = "operator") -> Job:
+    """A job at its end."""
+    job_id = await runtime.start_job(kind, parameters, author)
+    await settle(lambda: over(runtime, job_id), 120)
+    return next(job for job in await runtime.jobs() if job.id == job_id)
+
+
+async def test_what_runs_is_saved_read_compared_and_gone_back_to(runtime: Runtime) -> None:
+    saved = await ended(runtime, "snapshot", {"label": "good", "note": "#1 best\r\n"})
+    assert saved.state == "done" and saved.result is not None, saved.text
+    before = (await runtime.status()).config
+    await runtime.apply({"tree_budget": 4}, (await runtime.status()).revision, "operator")
+    assert (await ended(runtime, "snapshot", {"label": "worse"})).state == "done"
+
+    page = await runtime.snapshots.page()
+    assert [each.label for each in page.snapshots] == ["worse", "good"] and not page.more
+    assert not any(each.foreign for each in page.snapshots) and page.host and page.store
+    assert [each.label for each in (await runtime.snapshots.page("#1 best")).snapshots] == ["good"]
+    second = await runtime.snapshots.page(offset=1, limit=1)
+    assert [each.label for each in second.snapshots] == ["good"] and second.offset == 1
+    assert (await runtime.snapshots.page(limit=1)).more
+    view = await runtime.snapshots.show("good")
+    assert view.snapshot.note == "#1 best\r\n" and view.snapshot.commit == saved.result["snapshot"]["commit"]
+    assert view.content["config"]["tree_budget"] == before["tree_budget"] and "config.toml" in view.files
+    assert view.page.startswith("#1 best")
+    found = await runtime.snapshots.diff("good")
+    assert [each["name"] for each in found.settings] == ["tree_budget"]
+    assert (found.before.label, found.after.label) == ("good", "worse")
+    with pytest.raises(SnapshotUnknown, match="did you mean good"):
+        await runtime.snapshots.show("goood")
+
+    looked = await ended(runtime, "rollback", {"snapshot": "good", "dry_run": True})
+    assert looked.result is not None and looked.result["change"] == {"tree_budget": before["tree_budget"]}
+    assert looked.result["refused"] == [] and (await runtime.status()).config["tree_budget"] == 4
+    done = await ended(runtime, "rollback", {"snapshot": "good", "measure": False})
+    assert done.state == "done" and "rolled back to" in done.text and "not measured" in done.text
+    assert (await runtime.status()).config == before
+    assert (await runtime.status()).history[-1].author == "operator"
+    rows = (await runtime.snapshots.page()).snapshots
+    assert [each.kind for each in rows] == ["rollback", "auto", "save", "save"]
+    assert rows[0].source == view.snapshot.commit and rows[1].tree_budget == 4
+    assert rows[1].label == "before rollback to good" and rows[1].id in done.text
+
+
+async def test_a_rollback_that_is_cancelled_while_it_measures_is_done_and_says_so(runtime: Runtime) -> None:
+    await ended(runtime, "snapshot", {"label": "good"})
+    await runtime.apply({"tree_budget": 4}, (await runtime.status()).revision)
+    job_id = await runtime.start_job("rollback", {"snapshot": "good"})
+    with pytest.raises(JobRefused, match=f"{job_id}, started by"):
+        await runtime.start_job("verify", JOB)
+
+    async def measures() -> bool:
+        job = next(each for each in await runtime.jobs() if each.id == job_id)
+        return job.over or job.text.startswith("measuring")
+
+    await settle(measures, 120)
+    await runtime.cancel_job(job_id)
+    await settle(lambda: over(runtime, job_id), 60)
+    (job,) = [each for each in await runtime.jobs() if each.id == job_id]
+    assert job.state == "cancelled" and "rolled back to" in job.text and job.text.endswith("not measured")
+    assert (await runtime.status()).config["tree_budget"] != 4
 
 
 async def over(runtime: Runtime, job_id: str) -> bool:

@@ -185,7 +185,7 @@ async def test_what_does_not_fit_is_refused_before_teardown_and_a_failure_change
         ({"tree_budget": 3}, "below the draft horizon 7"),
         ({"mode": "auto"}, "auto chooses round by round"),
         ({"sglang_python": "/nowhere/python"}, "/nowhere/python is no program"),
-        ({"sglang_python": None}, "ddtree engine install sglang"),
+        ({"sglang_python": ""}, "ddtree engine install sglang"),
     ):
         plan = await runtime.preview({"engine": "sglang", **change})
         assert not plan.allowed and words in plan.summary, change

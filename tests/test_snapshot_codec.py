@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from typing import Any
 
@@ -131,12 +132,24 @@ def test_damaged_files_are_named() -> None:
         ("environment.toml", b"hardware = 3", "environment.toml: hardware"),
         ("measurements.json", b"[]", "measurements.json cannot be read"),
         ("patches/index.json", b'{"files": [{"package": "x"}]}', "patches/index.json"),
+        ("patches/index.json", b'{"files": [7]}', "no snapshot"),
+        ("environment.toml", b"snapshot = 7", "no snapshot"),
+        ("config.toml", b"a = " + b"[" * 5000, "config.toml cannot be read"),
+        ("measurements.json", b"[" * 5000, "measurements.json cannot be read"),
     ):
         with pytest.raises(Unreadable, match=words):
             from_files({**files, name: content})
     del files["patches/sglang-0.5.17/now/sglang/srt/a.py"]
     with pytest.raises(Unreadable, match="a.py is missing"):
         from_files(files)
+
+
+def test_a_message_of_a_stranger_never_stops_the_list() -> None:
+    good = compose(snapshot("a", "note"), "i")
+    for length in (b"9" * 5000, "²".encode(), b"-1", b"", b"1e3"):
+        spoilt = re.sub(rb"DDTree-Note-Bytes: \d+", b"DDTree-Note-Bytes: " + length, good)
+        entry = parse("c" * 40, "", "someone", 0.0, spoilt)
+        assert entry is not None and (entry.label, entry.note) == ("a", "")
 
 
 def test_values_are_frozen() -> None:

@@ -95,9 +95,12 @@ def test_save_flip_save_diff_and_roll_back(ddtree: Run, server: ApiServer) -> No
     then, now = good["tok_s"], done["figure"]["tok_s"]
     assert done["back"] == (now >= 0.9 * then) and ("not back" in done["verdict"]) == (not done["back"])
     rows = answer(ddtree("list", "--json"))[OBJECTS]
-    assert [row["label"] for row in rows] == ["rollback to good", "worse", "good"]
+    labels = ["rollback to good", "before rollback to good", "worse", "good"]
+    assert [row["label"] for row in rows] == labels and rows[1]["id"] in done["kept"]
     code, out, _ = ddtree("list")
-    assert code == 0 and "[rollback]" in out and max(map(len, out.splitlines()[1:2])) <= 80
+    assert (
+        code == 0 and "[rollback]" in out and "[auto]" in out and max(map(len, out.splitlines()[1:2])) <= 80
+    )
     live = answer(ddtree("show", "good", "--json"))["snapshot"]["measurements"]
     assert {row["source"] for row in live["results"]} >= {"live", "bench"}
 

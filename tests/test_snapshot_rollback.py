@@ -11,11 +11,12 @@ import pytest
 from fake_runtime import FakeRuntime
 from git_stores import snapshot
 from installed_package import NAME, build_wheel, contents, patch
+from tiny_models import tiny_config
 
 from runtime.config import DEFAULT_MODEL, RuntimeConfig
 from runtime.interface import ChangeReport, GenerateRequest, RequestFinished, RuntimeUnavailable
 from snapshots import checks, installed, live, rollback, saving, transfer
-from snapshots.content import Figure
+from snapshots.content import Figure, digest
 from snapshots.diff import compare, verdict
 from snapshots.git import StoreRefused, UnknownSnapshot
 from snapshots.live import TrafficArrived
@@ -96,7 +97,15 @@ async def test_save_flip_save_diff_and_back(store: Store) -> None:
     entry, restored = store.load(outcome.entry.id)
     assert entry.kind == "rollback" and entry.source == good.commit
     assert restored.config == store.load("good")[1].config
-    assert [each.label for each in store.list().entries] == ["rollback to good", "worse", "good"]
+    assert [each.label for each in store.list().entries] == [
+        "rollback to good",
+        "before rollback to good",
+        "worse",
+        "good",
+    ]
+    kept, before_it = store.load("latest~1")
+    assert kept.kind == "auto" and before_it.config["mode"] == "off" and kept.id in str(outcome.kept)
+    assert outcome.verdict.endswith("(measured through the runtime)")
     assert store.list().entries[0].tok_s == pytest.approx(outcome.figure.tok_s, rel=1e-4)
     assert entry.note == "#1 best"
 
@@ -188,6 +197,22 @@ class Breaking(FakeRuntime):
         return report
 
 
+async def test_a_change_that_the_runtime_took_back_itself_is_a_failed_rollback(store: Store) -> None:
+    class Refusing(FakeRuntime):
+        async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
+            if change.get("mode") != "off":
+                return await super().apply(change, revision, author)
+            line = "it failed: no memory; the configuration before it serves again"
+            return ChangeReport(revision=revision, applied=(), summary=line, failure="no memory")
+
+    runtime = Refusing(RuntimeConfig(tree_budget=8), round_s=0.001)
+    store.save(snapshot("bad", mode="off", model=DEFAULT_MODEL))
+    plan = await rollback.preview(store, "bad", runtime)
+    with pytest.raises(RollbackFailed, match="failed: no memory; what ran before"):
+        await rollback.perform(store, plan, runtime)
+    assert store.load("latest")[1].config["mode"] == "tree"
+
+
 @pytest.mark.parametrize("mode", ["off", "chain"])
 async def test_a_failed_change_is_taken_back(store: Store, mode: str) -> None:
     runtime = Breaking(RuntimeConfig(tree_budget=8), round_s=0.001)
@@ -200,6 +225,7 @@ async def test_a_failed_change_is_taken_back(store: Store, mode: str) -> None:
     labels = [entry.label for entry in store.list().entries]
     assert labels[0].startswith("back to what ran before: rollback to") and labels[1:] == [
         "rollback to bad",
+        "before rollback to bad",
         "bad",
     ]
     assert store.load("latest")[1].config["mode"] == "tree"
@@ -260,13 +286,18 @@ async def test_patched_files_go_back_byte_for_byte(
     saved = await saving.save_resolved(store, {}, request(label="patched", packages=(NAME,)))
     assert saved.trailers["patched-files"] == "5"
     (site / "steps/tree.py").write_text("BUDGET = 0\n")
+    quietly = RollbackOptions(measure=False)
     for name, state in (("patched", wanted), ("vanilla", vanilla)):
-        plan = await rollback.preview(store, name, config={})
+        plan = await rollback.preview(store, name, options=quietly, config={})
         before = contents(site)
         assert plan.patches is not None and not plan.refusals
         assert contents(site) == before
         outcome = await rollback.perform(store, plan)
         assert contents(site) == state and outcome.files
+        count = len(outcome.files)
+        loads = f"(looked at in a fresh interpreter, which loads {count} of {count} restored files"
+        assert loads in outcome.verdict and outcome.notes == ()
+        assert store.list(limit=2).entries[1].kind == "auto"
     _install(site, tmp_path, "1.3.0")
     plan = await rollback.preview(store, "patched", config={})
     with pytest.raises(StoreRefused, match=r"1\.2\.0.*1\.3\.0|1\.3\.0.*1\.2\.0"):
@@ -291,6 +322,43 @@ async def test_an_imported_snapshot_needs_trust(store: Store, site: Path, tmp_pa
     assert contents(site) == spoilt and outcome.files == ()
     with pytest.raises(StoreRefused, match="is not the commit of this snapshot"):
         await rollback.preview(other, taken.id, options=RollbackOptions(trust="0" * 40), config={})
-    plan = await rollback.preview(other, taken.id, options=RollbackOptions(trust=taken.commit), config={})
-    await rollback.perform(other, plan)
+    trusting = RollbackOptions(trust=taken.commit, measure=False)
+    await rollback.perform(other, await rollback.preview(other, taken.id, options=trusting, config={}))
     assert contents(site) == wanted
+
+
+async def test_restored_files_are_loaded_and_measured_in_a_fresh_interpreter(
+    store: Store, site: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    config = tiny_config(tiny_folder / "target", tiny_folder / "drafter", tree_budget=4).model_dump()
+    patch(site)
+    (site / "steps/ops/extra.py").write_text("raise ValueError('no such card')\n")
+    saved = await saving.save_resolved(store, config, request(label="patched", packages=(NAME,)))
+    for path in ("steps/core.py", "steps/ops/extra.py"):
+        (site / path).write_text("x = 0\n")
+    outcome = await rollback.perform(store, await rollback.preview(store, "patched", config=config))
+    assert (
+        "(measured in a fresh interpreter, which loads 2 of 2 restored files with the right"
+        in outcome.verdict
+    )
+    assert outcome.notes == ("steps/ops/extra.py cannot be imported: ValueError: no such card",)
+    assert outcome.figure is not None and outcome.figure.tok_s and outcome.figure.mode == "tree"
+    assert store.load(outcome.entry.id)[1].measurements.results[-1] == outcome.figure
+    assert store.entry(saved.id).kind == "save"
+
+
+async def test_a_file_that_changes_after_it_was_restored_is_called_not_back(
+    store: Store, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await saving.save_resolved(store, {}, request(label="vanilla", packages=(NAME,)))
+    original = (site / "steps/tree.py").read_text()
+    (site / "steps/tree.py").write_text("BUDGET = 0\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    saving.Originals()._keep(digest(original.encode()), original.encode())
+    plan = await rollback.preview(store, "vanilla", options=RollbackOptions(measure=False), config={})
+    done = await rollback.carry_out(store, plan)
+    (site / "steps/tree.py").write_text("BUDGET = 1\n")
+    outcome = await rollback.judge(store, plan, done)
+    assert outcome.back is False
+    assert outcome.verdict.startswith("not back: other content is loaded than was restored: steps/tree.py")

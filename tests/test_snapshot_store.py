@@ -381,7 +381,7 @@ def test_browsing_leaks_nothing(tmp_path: Path) -> None:
 
 
 KILLING = """
-import os, random, signal, sys, time, asyncio
+import contextlib, os, random, signal, sys, time, asyncio
 from pathlib import Path
 from git_stores import snapshot
 from snapshots import rollback
@@ -395,7 +395,7 @@ span = time.monotonic() - begun
 for point in range(points):
     child = os.fork()
     if child == 0:
-        os.setsid()
+        os.setpgid(0, 0)
         store = Store.at(folder)
         if point % 3:
             store.save(snapshot(f"k{point}", "n" * 5000))
@@ -403,6 +403,8 @@ for point in range(points):
             plan = asyncio.run(rollback.preview(store, "base"))
             asyncio.run(rollback.perform(store, plan))
         os._exit(0)
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)  # whichever of the two is first: the group is there to be killed
     time.sleep(random.uniform(0, span if point % 3 else 6 * span))
     # Half of the time only we die and git goes on, half of the time all do.
     (os.kill if point % 2 else os.killpg)(child, signal.SIGKILL)

@@ -28,6 +28,7 @@ from runtime.interface import (
 from runtime.load_report import Slo
 from runtime.tune import Ledger, TunePlan, TuneRefused, TuneReport, tune
 from runtime.tune_apply import apply_to_file, apply_to_runtime
+from snapshots.store import Store
 
 PROMPTS = tuple({"prompt": f"prompt {number}"} for number in range(12))
 SPEEDS = {0: 20.0, 4: 30.0, 7: 40.0, 11: 42.0, 15: 41.0, 23: 30.0, 31: 20.0, 63: 10.0}
@@ -182,7 +183,9 @@ def test_applied_to_a_file_the_rest_of_it_stays(tmp_path: Path) -> None:
 def test_the_command_tunes_an_engine_and_writes_what_it_found(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("XDG_STATE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n{"prompt": "the cat"}\n')
     file = tmp_path / "config.toml"
@@ -201,6 +204,11 @@ def test_the_command_tunes_an_engine_and_writes_what_it_found(
     assert answer["applied"] and "applied:" in told.err
     if answer["worth_it"]:
         assert f'mode = "{answer["mode"]}"' in file.read_text()
+    (kept,) = Store.at(None).list().entries
+    assert kept.label.startswith("tune for latency: ") and "fastest for latency" in kept.note
+    figures = Store.at(None).load(kept.commit)[1].measurements.results
+    assert {(each.mode, each.tree_budget) for each in figures} == {("off", 0), ("chain", 0), ("tree", 4)}
+    assert all(each.tok_s and "ddtree tune" in each.conditions for each in figures)
 
 
 @pytest.mark.parametrize(
