@@ -89,8 +89,8 @@ def figures(
     import asyncio
     import time
 
+    from runtime.http_sglang import figure_lines, read_figures
     from runtime.interface import RuntimeUnavailable
-    from runtime.sglang_attach import figure_lines, read_figures
 
     while True:
         try:

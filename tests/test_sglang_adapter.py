@@ -20,6 +20,7 @@ from test_runtime_contract import collect, idle, settle
 from tiny_models import tiny_config
 
 from runtime.engine_commands import engine_app
+from runtime.http_sglang import figure_lines, read_figures
 from runtime.interface import (
     EngineState,
     GenerateRequest,
@@ -30,7 +31,6 @@ from runtime.interface import (
     TokensEmitted,
 )
 from runtime.local import LocalRuntime
-from runtime.sglang_attach import figure_lines, read_figures
 from runtime.sglang_checks import check_version
 
 HERE = Path(__file__).parent
