@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import re
@@ -296,7 +297,7 @@ class SglangProcess:
 
 def _group_lives(group: int) -> bool:
     """True while a process of the group runs; one that has ended and waits to be reaped does not."""
-    import psutil
+    psutil = importlib.import_module("psutil")  # it has no types
 
     for process in psutil.process_iter(["status"]):
         with contextlib.suppress(ProcessLookupError):
