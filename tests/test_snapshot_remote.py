@@ -244,9 +244,7 @@ def test_a_long_history_is_listed_in_pages(tmp_path: Path) -> None:
 
     first, second, rows, more, found, memory = timed(store)
     more_memory = (int(memory) - int(timed(short)[-1])) / 1024
-    print(
-        f"{count} snapshots: page {first} s, filter {second} s, {more_memory:+.1f} MiB against 300"
-    )
+    print(f"{count} snapshots: page {first} s, filter {second} s, {more_memory:+.1f} MiB against 300")
     assert (rows, more, found) == ("50", "True", "1")
     assert more_memory < 2
     second_page = store.list(offset=50, limit=50).entries
