@@ -149,18 +149,21 @@ class Jobs:
     @property
     def holder(self) -> str:
         """The job that keeps others out, in words; empty if there is none, or to what that job does itself."""
+        return self._holder(threading.current_thread())
+
+    def _holder(self, asking: threading.Thread) -> str:
         running = next((each for each in tuple(self._running.values()) if each.kind.exclusive), None)
-        if running is None or running.thread is threading.current_thread():
+        if running is None or running.thread is asking:
             return ""
         held = running.job
         since = time.strftime("%H:%M:%S", time.localtime(held.started_at_s))
         return f"{held.id}, started by {plain(held.holder)} at {since}, is running"
 
     @contextlib.contextmanager
-    def kept_out(self) -> Iterator[str]:
-        """Within, no job begins; gives `holder`."""
+    def kept_out(self, asking: threading.Thread) -> Iterator[str]:
+        """Within, no job begins; gives `holder` as the thread `asking` sees it."""
         with self._lock:
-            yield self.holder
+            yield self._holder(asking)
 
     def all(self) -> tuple[Job, ...]:
         """Those that run, then those that ended lately, the latest first."""

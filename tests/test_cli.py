@@ -27,6 +27,7 @@ COMMANDS = (
     "service",
     "model",
     "doctor",
+    "engine",
     "tune",
     "report",
     "snapshot",

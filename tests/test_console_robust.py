@@ -63,7 +63,7 @@ async def test_the_palette_runs_commands_and_pollers_survive_it():
         await driven.press(*"next speculation")
         await driven.until(lambda: "Next speculation mode" in driven.shown(), "found")
         await driven.press("enter")
-        await driven.until(lambda: driven.runtime.config.mode == "off", "run")
+        await driven.until(lambda: driven.runtime.config.mode == "auto", "run")
         driven.runtime.become(EngineState.DRAINING, "by hand")
         await driven.until(lambda: driven.app.view.state_words == "draining", "still polled")
         await driven.press("i", "ctrl+p")

@@ -126,7 +126,7 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
             await driven.press("enter")
             await driven.until(lambda: "saved " in app.view.notice, "saved")
             await driven.press("m")
-            await driven.until(lambda: server.config.mode == "off", "worse setting")
+            await driven.until(lambda: server.config.mode == "auto", "another setting")
             await driven.press("5")
             await driven.until(lambda: [each.label for each in app.snapshots._entries] == ["good"], "listed")
             await driven.until(lambda: "of the server" in driven.text("#store_line"), "whose they are")
