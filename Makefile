@@ -4,7 +4,7 @@
 # For a CPU-only or mirrored torch, set pip's own variables, for example PIP_FIND_LINKS=FOLDER.
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench-check serve-check tune-check auto-check faults soak fuzz coverage cases clean
+.PHONY: help run test test-sglang lint bench-check serve-check tune-check auto-check faults soak fuzz coverage cases clean
 .DELETE_ON_ERROR:
 
 venv_python := .venv/bin/python
@@ -13,6 +13,7 @@ pip_install := $(venv_python) -m pip install --disable-pip-version-check --const
 help:
 	@echo "make run          install, fetch the default model and open the console"
 	@echo "make test         run the tests"
+	@echo "make test-sglang  run SGLang itself on this CPU, with the plugin (minutes; 3 GB for its environment)"
 	@echo "make lint         run ruff, mypy and the import contracts"
 	@echo "make bench-check  check speed and memory on this machine (it should be idle)"
 	@echo "make serve-check  check what serving over HTTP costs on this machine"
@@ -50,6 +51,21 @@ run: .venv/installed
 test: .venv/installed-dev
 	@$(venv_python) -m console model fetch
 	@$(venv_python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# SGLang has an environment of its own here too; on a CPU its kernels run under Triton's interpreter.
+SGLANG_TEST_VENV ?= .venv-sglang
+sglang_python := $(SGLANG_TEST_VENV)/bin/python
+sglang_path := $(CURDIR)/tests/sglang_cpu:$(CURDIR)
+
+.venv-sglang/installed: tests/sglang_cpu/requirements.txt .venv/installed-dev
+	$(venv_python) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+test-sglang: .venv/installed-dev $(SGLANG_TEST_VENV)/installed
+	cd tests/sglang_cpu && PYTHONPATH=$(sglang_path) TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 \
+	    $(abspath $(sglang_python)) -m pytest -q -p no:cacheprovider --rootdir . -c /dev/null .
+	SGLANG_TEST_PYTHON=$(abspath $(sglang_python)) $(venv_python) -m pytest -n 0 -s tests/test_sglang.py
 
 lint: .venv/installed-dev
 	$(venv_python) -m ruff check
@@ -93,5 +109,5 @@ cases: .venv/installed-dev
 	@$(venv_python) scripts/cases.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang build dist *.egg-info .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -158,7 +158,7 @@ NOTES: Mapping[str, str] = {
     "baseline_interval": "Seconds until plain and chain decoding are measured anew in an idle moment; 0: never.",
     "log_level": "Least level that is logged.",
     "auto_snapshot": "Keep what runs as a snapshot before a rebuild or a rollback replaces it.",
-    "sglang_python": "Python of SGLang's own virtual environment; empty: none.",
+    "sglang_python": "Python of SGLang's own virtual environment; empty: the one made by ddtree engine install.",
     "rebuild_drain": "Seconds running requests get to finish before the engine is rebuilt.",
     "rebuild_ahead": "Build another layout while this one serves, on a CPU with memory for both.",
 }

@@ -40,6 +40,7 @@ ELSEWHERE = {
         "tune",
         "Find the fastest mode and tree budget for this host and load.",
     ),
+    "engine": ("runtime.engine_commands", "engine_app", "Install SGLang beside the native engine, check it."),
     "report": (
         "snapshots.report_commands",
         "report",

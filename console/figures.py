@@ -49,7 +49,8 @@ class _Second:
         self.nodes += round_stats.nodes
         self.sequences += len(round_stats.accept_lengths)
         self.accept_sum += sum(round_stats.accept_lengths)
-        self.stages = [a + b for a, b in zip(self.stages, round_stats.stage_s, strict=True)]
+        if round_stats.stage_s is not None:
+            self.stages = [a + b for a, b in zip(self.stages, round_stats.stage_s, strict=True)]
         self.prefill_tokens += round_stats.prefill_tokens
         self.prefill_s += round_stats.prefill_s
         for length in round_stats.accept_lengths:
@@ -159,11 +160,11 @@ class RoundWindow:
                     seconds.popleft()
                 seconds[-1].add(stats, busy_s)
             self._last_s, self._last_index = stats.time_s, stats.index
-            self._last_work_s = sum(stats.stage_s)
+            self._last_work_s = sum(stats.stage_s or ())
 
     def _busy(self, stats: RoundStats) -> float:
         """Seconds this round kept the runtime busy: since the round before, unless there was a pause."""
-        work_s = sum(stats.stage_s)
+        work_s = sum(stats.stage_s or ())
         if self._last_s is None or stats.index != (self._last_index or 0) + 1:
             return work_s
         gap_s = stats.time_s - self._last_s - stats.prefill_s
@@ -177,6 +178,8 @@ class RoundWindow:
         rounds = sum(second.rounds for second in recent)
         live = recent if rounds and not idle else []
         stages = [sum(s.stages[i] for s in live) / rounds for i in range(STAGE_COUNT)] if live else None
+        if stages is not None and not any(stages):
+            stages = None  # the engine does not tell
         return Figures(
             setting=self._setting,
             idle=idle,

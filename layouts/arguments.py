@@ -120,7 +120,16 @@ def _speculation(
         if narrow:
             raise LayoutRefused(f"{preset.name}: {narrow}")
         width = budget + 1
+    # What trees were tested with; a layout's own arguments come before and are not repeated.
+    tested = {"attention-backend": "triton", "sampling-backend": "pytorch"} if mode == "tree" else {}
+    backends = [
+        part
+        for name, value in tested.items()
+        if name not in preset.arguments
+        for part in (f"--{name}", value)
+    ]
     return [
+        *backends,
         "--speculative-algorithm",
         CHAIN_ALGORITHM if mode == "chain" else TREE_ALGORITHM,
         "--speculative-draft-model-path",

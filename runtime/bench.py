@@ -268,7 +268,7 @@ def _run_case(engine: Engine, case: Case, prompts: list[tuple[int, dict[str, Any
     start = time.perf_counter()
     while engine.busy:
         stats = engine.step()
-        if stats is not None:
+        if stats is not None and stats.stage_s is not None:
             stages.append(stats.stage_s)
     return Part(tuple(finished), tuple(stages), time.perf_counter() - start)
 

@@ -225,6 +225,6 @@ def _run(
             engine.cancel(request_id)
             return None
         stats = engine.step()
-        if stats is not None:
+        if stats is not None and stats.stage_s is not None:
             stages.append(stats.stage_s)
     return finished[0].stats.tok_s or 0.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime.config import EFFECTS, RuntimeConfig
+from runtime.config import RuntimeConfig, effect_of
 from runtime.interface import AppliedChange, ChangePlan, ConfigRejected, FieldChange, RequestStats
 
 NOTHING: Mapping[str, str] = {}
@@ -35,7 +35,7 @@ def plan_change(
         if old == new:
             continue
         shown = budget_in_use if field == "tree_budget" and old is None else old
-        effect = "refused" if field in refused else EFFECTS[field]
+        effect = "refused" if field in refused else effect_of(field, changed)
         note = refused.get(field, "" if effect == "live" else notes.get(field, "the engine is rebuilt"))
         changes.append(FieldChange(field=field, old=shown, new=new, effect=effect, note=note))
     rebuilds = any(each.effect == "rebuild" for each in changes)

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from runtime.interface import ConfigRejected
-from runtime.native_layouts import Layout
+from runtime.native_layouts import NATIVE_LAYOUTS
 from runtime.rejection import allowed, kind_of, nearest, rejection
 
 ENV_PREFIX = "DDTREE_"
@@ -67,13 +67,15 @@ class RuntimeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "sglang"] = "native"
+    """native: in this process; sglang: SGLang in its own environment, for large targets on many GPUs."""
     model: Text = DEFAULT_MODEL
     """Name of an embedded model, a GGUF file or a Hugging Face folder."""
     drafter: Text | None = None
     """Folder in the published DFlash format; None = the one shipped for the model; "none" = no drafter."""
-    layout: Layout = "single"
-    """Parallelism mode: single (one process), or two ranks: tp2, ep2, pp2, tp2ep2."""
+    layout: Text = "single"
+    """Parallelism mode: single (one process), or two ranks: tp2, ep2, pp2, tp2ep2. Under sglang also degrees such as
+    tp8 or tp8+ep8, or the name of a layout."""
     mode: Literal["off", "chain", "tree", "auto"] = "tree"
     """auto: off, chain or tree and its budget are chosen round by round, from costs and acceptance as measured."""
     tree_budget: int | None = Field(default=None, ge=0, le=1024)
@@ -125,7 +127,7 @@ class RuntimeConfig(BaseModel):
     auto_snapshot: bool = True
     """Keep what runs as a snapshot of its own before a rebuild or a rollback replaces it."""
     sglang_python: str = ""
-    """Python of the virtual environment that SGLang is installed in; empty = none."""
+    """Python of SGLang's own virtual environment; empty = the one that `ddtree engine install sglang` makes."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -148,6 +150,16 @@ class RuntimeConfig(BaseModel):
                 "explained",
                 "must not exceed max_tree_budget = {reserve}; raise max_tree_budget too",
                 {"field": "tree_budget", "value": self.tree_budget, "reserve": self.max_tree_budget},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layout_of_engine(self) -> Self:
+        if self.engine == "native" and self.layout not in NATIVE_LAYOUTS:
+            raise PydanticCustomError(
+                "explained",
+                "must be one of {names}",
+                {"field": "layout", "value": self.layout, "names": ", ".join(NATIVE_LAYOUTS)},
             )
         return self
 
@@ -183,13 +195,27 @@ EFFECTS: dict[str, Effect] = {
 }
 
 
+FIXED_UNDER_SGLANG = frozenset({"mode", "tree_budget", "max_concurrency", "prefix_reuse"})
+"""Live fields that SGLang captures its graphs for, or reads once."""
+
+
+def effect_of(name: str, config: RuntimeConfig) -> Effect:
+    """What a change of field `name` to its value in `config` takes."""
+    return "rebuild" if config.engine == "sglang" and name in FIXED_UNDER_SGLANG else EFFECTS[name]
+
+
 def range_of(name: str) -> str:
     """What a field takes, in words, such as "a whole number from 0 to 1024, or auto"."""
     return (allowed(RuntimeConfig.model_fields[name], "auto") or "n/a").removeprefix("must be ")
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The values of a field that has few of them, as text; empty for numbers and free text."""
+    """The values of a field that has few of them, as text; empty for numbers and free text.
+
+    Of layouts those of the native engine.
+    """
+    if name == "layout":
+        return NATIVE_LAYOUTS
     kind, optional = kind_of(RuntimeConfig.model_fields[name])
     if kind is bool:
         return ("true", "false")

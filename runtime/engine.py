@@ -58,6 +58,9 @@ class Running:
 class Engine:
     """One loaded target with its drafter, serving many requests by continuous batching."""
 
+    modes_by_request = True
+    """Each request, and each round, may have its own mode and budget."""
+
     def __init__(self, loaded: Loaded, config: RuntimeConfig, default_budget: int) -> None:
         self.loaded = loaded
         self.config = config
@@ -104,6 +107,7 @@ class Engine:
             if ticket.progress is not None:
                 running.continued = continued
             try:
+                self._check_sampling(ticket.request)
                 ticket.admitted = readmit(ticket.admitted, self.loaded.limits)
             except RequestRejected as refused:
                 self._close(running, "error", str(refused))
@@ -126,6 +130,7 @@ class Engine:
                 f"{running} requests run and {waiting} wait already (max_concurrency = {self.config.max_concurrency}, "
                 f"max_queue = {self.config.max_queue}); try later"
             )
+        self._check_sampling(request)
         admitted = admit(request, self.config, self.loaded.limits, self.loaded.tokenizer)
         self._serial += 1
         request_id = request.request_id or f"r{self._serial}"
@@ -136,6 +141,9 @@ class Engine:
         self._requests[request_id] = Running(ticket, sink)
         self.scheduler.enqueue(ticket)
         return request_id
+
+    def _check_sampling(self, request: GenerateRequest) -> None:
+        """Raises RequestRejected for settings this engine does not offer; it offers all."""
 
     def cancel_all(self, error: str, reason: FinishReason = "cancelled") -> int:
         """Ends every request, waiting or running, saying why; returns how many there were."""

@@ -31,6 +31,7 @@ from runtime.interface import (
     StatusChanged,
     WatchEvent,
 )
+from runtime.last_good import PROOF_SECONDS
 from runtime.logs import LOGGER, start_logging, unwatch_log, watch_log
 from runtime.rebuild import Built, Order, Parked, build, recovery, stated
 from runtime.rebuild_plan import load_key
@@ -86,6 +87,8 @@ class EngineThread(Rebuilder):
         self._rebuilding: Order | None = None
         self._generation = 0
         """How many engines were built."""
+        self._up_at = 0.0
+        """When the engine came up (monotonic)."""
         self._lost: str | None = None
         self._before = config
         self._outage_s: float | None = None
@@ -210,7 +213,8 @@ class EngineThread(Rebuilder):
         order, self._order = self._order, None
         if order is None and self._lost is not None:
             self._say_error(f"{self._config.layout}: {self._lost}")
-            order = recovery(self._config, self._before, self._lost, self._revision)
+            proved = time.monotonic() - self._up_at >= PROOF_SECONDS
+            order = recovery(self._config, self._before, self._lost, self._revision, proved)
         if order is not None:
             self._rebuild(order)
             return
@@ -226,7 +230,7 @@ class EngineThread(Rebuilder):
             self._step(engine)
 
     def _use(self, built: Built, config: RuntimeConfig) -> None:
-        self._engine = built.engine
+        self._engine, self._up_at = built.engine, time.monotonic()
         self._generation += 1
         built.engine.models.target.watch(partial(self._heed_loss, self._generation))
         self._calibration = built.calibration.summary
@@ -283,6 +287,9 @@ class EngineThread(Rebuilder):
                 self._obey(block=False)
             return False
 
+        if not engine.modes_by_request:
+            self._measured = True
+            return
         try:
             measured = measure_baselines(engine, interrupted)
         except EngineLost as lost:

@@ -31,15 +31,15 @@ from runtime.logs import LOGGER
 
 SLICE_S = 0.1
 STALL_S = 1.2
-"""Seconds in which no rank that is waited for uses any processor time: then it hangs, or is stopped."""
+"""Seconds in which no rank that is waited for uses or wants a processor: then it hangs, or is stopped."""
 LOAD_STALL_S = 60.0
 """The same while loading, which waits for a disk."""
 STEP_S, LOAD_S = 60.0, 1800.0
 """Longest pass and longest load, busy or not."""
 IDLE_S = 0.4
 """An idle gang is asked so often whether it lives."""
-COMPLAINT = "closed by peer"
-"""What a rank says whose peer has gone."""
+COMPLAINT = "by peer"
+"""What a rank says whose peer has gone: that it closed or reset their connection."""
 PRELOADED = ["runtime.gang_server"]
 CLOSE_S = 5.0
 SETTLE_S = 0.25
@@ -317,10 +317,18 @@ class _Patience:
         passed = min(now - self._at, 2 * SLICE_S)
         self._at = now
         self.waited_s += passed
-        used = self._processor_s()
-        self._idle_s = self._idle_s + passed if used == self._used else 0.0
+        used, wants = self._processor_s(), self._wants_processor()
+        self._idle_s = self._idle_s + passed if used == self._used and not wants else 0.0
         self._used = used
         return self._idle_s >= self._stall_s or self.waited_s >= self._limit_s
+
+    def _wants_processor(self) -> bool:
+        """Whether a rank could go on if other processes left it a processor, or waits for a disk."""
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                    return True
+        return False
 
     def _processor_s(self) -> float | None:
         """Processor time of all ranks so far, as far as the system tells."""

@@ -237,7 +237,12 @@ async def _run_case(
 
     await _together(client() for _ in range(case.concurrency))
     wall = time.perf_counter() - start
-    part = Part(tuple(event.stats for event in finished), tuple(each.stage_s for each in rounds), wall)
+    stages = tuple(each.stage_s for each in rounds if each.stage_s is not None)
+    if rounds and not stages:
+        raise RuntimeFault(
+            "this engine does not tell where the time of a round goes; measure it from outside: ddtree bench --url"
+        )
+    part = Part(tuple(event.stats for event in finished), stages, wall)
     if not part.stages or not any(stats.decode_s for stats in part.finished):
         raise RuntimeFault(
             "nothing was decoded after the first token; ask for longer answers or other prompts"

@@ -73,21 +73,8 @@ class Pair:
 
 def inspect(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Pair:
     """What `config` names, checked as far as files tell; raises ConfigRejected with one line on what does not fit."""
-    device = _device(config)
-    try:
-        checkpoint = open_checkpoint(
-            config.model,
-            allow_fetch=True,
-            progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
-        )
-        _check_dimensions(checkpoint)
-        folder, drafter, reason = _drafter(config, checkpoint)
-        tokenizer = checkpoint.load_tokenizer()
-        _check_vocabularies(tokenizer, checkpoint, folder, drafter)
-    except (CheckpointError, DrafterMismatch) as refused:
-        raise ConfigRejected(
-            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
-        ) from None
+    pair = read_pair(config, progress)
+    checkpoint, device = pair.checkpoint, pair.device
     gpus = None if device.type == "cpu" else torch.cuda.device_count()
     why = refusal(config.layout, checkpoint.config, checkpoint.name, gpus)
     if why is None and config.layout != "single" and device.index:
@@ -96,12 +83,36 @@ def inspect(config: RuntimeConfig, progress: Progress = lambda _share, _what: No
         )
     if why is not None:
         raise ConfigRejected(why, "layout")
+    return pair
+
+
+def read_pair(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Pair:
+    """`inspect` without what the native engine's layouts ask; SGLang runs more architectures than this engine."""
+    device = _device(config)
+    try:
+        checkpoint = open_checkpoint(
+            config.model,
+            allow_fetch=True,
+            progress=lambda done, total: progress(0.05 + 0.4 * done / max(total, 1), "fetching the model"),
+            any_architecture=config.engine != "native",
+        )
+        if config.engine == "native":
+            _check_dimensions(checkpoint)
+        folder, drafter, reason = _drafter(config, checkpoint)
+        tokenizer = checkpoint.load_tokenizer()
+        _check_vocabularies(tokenizer, checkpoint, folder, drafter)
+    except (CheckpointError, DrafterMismatch) as refused:
+        raise ConfigRejected(
+            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
+        ) from None
     limits = _limits(config, checkpoint, tokenizer, drafter)
     return Pair(checkpoint, tokenizer, limits, device, _dtype(config, device), folder, drafter, reason)
 
 
 def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
     """Loads target and drafter as `config` says; raises ConfigRejected with one line on what does not fit."""
+    if config.engine != "native":
+        raise ConfigRejected("engine: this needs the native engine; set engine = native", "engine")
     threads = _set_threads(config)
     progress(0.05, "opening the model")
     pair = inspect(config, progress)
@@ -179,7 +190,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
 
 def _check_dimensions(checkpoint: Checkpoint) -> None:
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if key not in checkpoint.config:
+        if checkpoint.config.get(key) is None:
             raise CheckpointError(f"{checkpoint.path}: config.json has no {key}; copy the model again")
 
 

@@ -144,7 +144,7 @@ class Metrics:
         self._sequence_rounds.inc(stats.batch)
         self._decode.inc(stats.emitted)
         self._draft.inc(max(stats.nodes - stats.batch, 0))
-        for stage, seconds in zip(STAGES, stats.stage_s, strict=True):
+        for stage, seconds in zip(STAGES, stats.stage_s or (), strict=stats.stage_s is not None):
             self._stages.labels(stage).inc(seconds)
 
     def _take_request(self, stats: RequestStats) -> None:

@@ -170,6 +170,7 @@ def open_checkpoint(
     *,
     allow_fetch: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    any_architecture: bool = False,
 ) -> Checkpoint:
     """Open the default model by name, a `.gguf` file of llama architecture, or a Hugging Face folder.
 
@@ -177,6 +178,8 @@ def open_checkpoint(
         ref: `DEFAULT_MODEL`, or a path.
         allow_fetch: fetch the default model if it is not in the cache.
         progress: called with (bytes so far, bytes in all) while it is fetched.
+        any_architecture: open a folder for another engine than the native one; of a multi-modal target the text part's
+            fields stand beside the others.
 
     Raises:
         CheckpointError: nothing there, or something this runtime cannot run; one line with the remedy.
@@ -193,7 +196,7 @@ def open_checkpoint(
     try:
         path = path.expanduser()
         if path.is_dir():
-            return _open_folder(path)
+            return _open_folder(path, any_architecture)
         if path.suffix.lower() == ".gguf":
             return _open_gguf(path, path.stem)
         what = "is neither a .gguf file nor a folder" if path.exists() else what
@@ -311,14 +314,18 @@ def _open_gguf(path: Path, name: str) -> Checkpoint:
     return Checkpoint(name, path, config, _eos_union(path, generation, config), generation, gguf)
 
 
-def _open_folder(path: Path) -> Checkpoint:
+def _open_folder(path: Path, any_architecture: bool = False) -> Checkpoint:
     path = path.resolve()
     config = _read_json(path / "config.json")
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         architectures = [architectures]
     supported = [each for each in architectures if each in SUPPORTED_ARCHITECTURES]
-    if not supported:
+    if any_architecture:
+        text = config.get("text_config")
+        config = {**(text if isinstance(text, dict) else {}), **config}
+        supported = architectures
+    elif not supported:
         named = ", ".join(map(str, architectures)) or f"(none named, model_type {config.get('model_type')!r})"
         stateful = unrewindable_layers(config)
         because = f" (its {', '.join(stateful)} layers keep state that cannot be rewound)" if stateful else ""

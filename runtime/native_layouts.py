@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layouts.arguments import ChildEnvironment
 
-Layout = Literal["single", "tp2", "ep2", "pp2", "tp2ep2"]
-NATIVE_LAYOUTS: tuple[Layout, ...] = ("single", "tp2", "ep2", "pp2", "tp2ep2")
+NATIVE_LAYOUTS = ("single", "tp2", "ep2", "pp2", "tp2ep2")
 RANKS = 2
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import RuntimeConfig
+from runtime.config import RuntimeConfig, effect_of
 from runtime.interface import (
     ChangePlan,
     ChangeReport,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FINISH_FIRST = frozenset({"model", "max_seq_len", "kv_slots"})
 """Fields whose change a request cannot live through: those accepted before finish under the old value."""
-ROUNDING = frozenset({"layout", "dtype", "device", "attention_backend", "linear", "threads"})
+ROUNDING = frozenset({"engine", "layout", "dtype", "device", "attention_backend", "linear", "threads"})
 """Fields whose change may round the same sums otherwise."""
 TICK_S = 0.05
 MEASURED_UNDER = "; measured under "
@@ -62,7 +62,8 @@ class Order:
 
     @property
     def what(self) -> str:
-        return ", ".join(f"{each.field} {_word(each.old)} -> {_word(each.new)}" for each in self.plan.changes)
+        changed = (f"{each.field} {_word(each.old)} -> {_word(each.new)}" for each in self.plan.changes)
+        return ", ".join(changed) or f"{self.config.engine} lost"
 
     @property
     def words(self) -> str:
@@ -132,6 +133,11 @@ def build(config: RuntimeConfig, known: Calibration | None, progress: Progress) 
     Raises RuntimeFault: it does not fit, or does not come up.
     """
     progress(0.01, "importing torch")
+    if config.engine == "sglang":
+        from runtime.sglang_engine import build_sglang
+
+        began = time.monotonic()
+        return Built(*build_sglang(config, progress), time.monotonic() - began)
     from runtime.calibrate import calibrate
     from runtime.engine import Engine
     from runtime.loader import load
@@ -283,9 +289,24 @@ def go_on(
     return carried
 
 
-def recovery(config: RuntimeConfig, before: RuntimeConfig, lost: str, revision: int) -> Order:
-    """What to build when the engine of `config` is lost: the layout `before`, or one process, or the same again."""
-    layout = before.layout if before.layout != config.layout else "single"
+def recovery(config: RuntimeConfig, before: RuntimeConfig, lost: str, revision: int, proved: bool) -> Order:
+    """What to build when the engine of `config` is lost; `proved`: it had served for a while.
+
+    Of the native engine the layout `before`, or one process, or the same again. SGLang that had proved itself, or was
+    the first, is started again as it was; else what was `before` comes back.
+    """
+    if config.engine == "sglang":
+        again = proved or before == config
+        changes = () if again else _differences(config, before, lost)
+        wanted, degraded = (
+            (config, lost) if again else (before, f"{lost}; the configuration before it serves")
+        )
+        plan = ChangePlan(
+            revision=revision, changes=changes, allowed=True, requests_running=0, unreached=0, summary=lost
+        )
+        return Order(wanted, before, plan, "ddtree", None, degraded)
+    layout = before.layout if (before.layout, before.engine) != (config.layout, config.engine) else "single"
+    layout = layout if before.engine == config.engine else "single"
     wanted = config.changed({"layout": layout})
     change = FieldChange(field="layout", old=config.layout, new=layout, effect="rebuild", note=lost)
     plan = ChangePlan(
@@ -298,6 +319,15 @@ def recovery(config: RuntimeConfig, before: RuntimeConfig, lost: str, revision: 
     )
     degraded = f"{lost}; {layout} serves in place of {config.layout}"
     return Order(wanted, config, plan, "ddtree", None, degraded)
+
+
+def _differences(config: RuntimeConfig, wanted: RuntimeConfig, note: str) -> tuple[FieldChange, ...]:
+    old, new = config.model_dump(), wanted.model_dump()
+    return tuple(
+        FieldChange(field=name, old=old[name], new=new[name], effect=effect_of(name, wanted), note=note)
+        for name in old
+        if old[name] != new[name]
+    )
 
 
 def collect() -> None:
@@ -318,14 +348,18 @@ def borrowed(calibration: Calibration, layout: str) -> Calibration:
 
 def continued(order: Order, config: RuntimeConfig) -> str:
     """What a request is told that goes on under `config`, one of the two configurations of `order`."""
-    if config is order.fallback:
+    if config is order.fallback and config is not order.config:
         return f"continued under {config.layout} after {order.what} failed"
     new = {each.field: each.new for each in order.plan.changes if each.effect == "rebuild"}
     differs = bool(ROUNDING & new.keys())
     layout = new.pop("layout", None)
     words = [str(layout)] if layout is not None else []
     words += [f"{field} {_word(value)}" for field, value in new.items()]
-    return f"continued under {', '.join(words)}" + (": near-ties may differ" if differs else "")
+    words = words or [f"{config.engine}, started again"]
+    note = ": near-ties may differ" if differs else ""
+    if config.engine != order.fallback.engine:
+        note = ": near-ties may differ, and sampled text goes on with the noise of this engine"
+    return f"continued under {', '.join(words)}" + note
 
 
 def _word(value: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import EFFECTS, RuntimeConfig
+from runtime.config import EFFECTS, FIXED_UNDER_SGLANG, RuntimeConfig, effect_of
 from runtime.interface import ConfigRejected
 from runtime.native_layouts import late_variables
 
@@ -27,16 +27,21 @@ CGROUPS = (
 
 async def refusals(config: RuntimeConfig, wanted: RuntimeConfig, change: Iterable[str]) -> dict[str, str]:
     """Fields of `change` that cannot take their wanted values, as far as files tell, with the reason."""
-    rebuilds = [name for name in change if EFFECTS[name] == "rebuild"]
+    rebuilds = [name for name in change if effect_of(name, wanted) == "rebuild"]
     rebuilds = [name for name in rebuilds if getattr(config, name) != getattr(wanted, name)]
     if not rebuilds:
         return {}
 
     def look() -> dict[str, str]:
-        from runtime.loader import inspect
-
         try:
-            inspect(wanted)
+            if wanted.engine == "sglang":
+                from runtime.sglang_engine import inspect_sglang
+
+                inspect_sglang(wanted)
+            else:
+                from runtime.loader import inspect
+
+                inspect(wanted)
         except ConfigRejected as refused:
             return {refused.field if refused.field in rebuilds else rebuilds[0]: str(refused)}
         return {}
@@ -52,7 +57,7 @@ def no_rebuild(holder: str) -> str:
 def held_back(config: RuntimeConfig, wanted: RuntimeConfig, holder: str) -> dict[str, str]:
     """Fields that a running job keeps from being changed, with the reason."""
     differing = [name for name in EFFECTS if getattr(config, name) != getattr(wanted, name)]
-    return {name: no_rebuild(holder) for name in differing if EFFECTS[name] == "rebuild"}
+    return {name: no_rebuild(holder) for name in differing if effect_of(name, wanted) == "rebuild"}
 
 
 def builds_ahead(config: RuntimeConfig, wanted: RuntimeConfig, engine: Engine | None) -> bool:
@@ -60,6 +65,8 @@ def builds_ahead(config: RuntimeConfig, wanted: RuntimeConfig, engine: Engine | 
 
     So it is where both are of one model on a CPU and memory holds both; a GPU is left to one engine at a time.
     """
+    if "sglang" in (config.engine, wanted.engine):
+        return False
     if engine is None or not config.rebuild_ahead or engine.models.target.device.type != "cpu":
         return False
     rebuilt = [name for name in EFFECTS if EFFECTS[name] == "rebuild"]
@@ -116,14 +123,15 @@ def rebuild_notes(config: RuntimeConfig, wanted: RuntimeConfig, ahead: bool) -> 
     if config.layout == wanted.layout:
         return {}
     parts = ["the engine is built while the one before it serves" if ahead else "the engine is rebuilt"]
-    late = late_variables(wanted.layout)
+    late = late_variables(wanted.layout) if wanted.engine == "native" else None
     return {"layout": "; ".join([*parts, late] if late else parts)}
 
 
 def load_key(config: RuntimeConfig) -> tuple[Any, ...]:
     """What a measured load time and budget hold for."""
     fields: Mapping[str, Any] = config.model_dump()
-    names = (
+    names: tuple[str, ...] = (
+        "engine",
         "model",
         "drafter",
         "layout",
@@ -134,4 +142,6 @@ def load_key(config: RuntimeConfig) -> tuple[Any, ...]:
         "block_size",
         "max_tree_budget",
     )
+    if config.engine == "sglang":
+        names += tuple(sorted(FIXED_UNDER_SGLANG))
     return tuple(fields[name] for name in names)

@@ -127,7 +127,7 @@ class Rebuilder:
             return
         report = outcome.report(order, self._revision, time.monotonic() - began)
         if report.failure is None:
-            self._degraded = order.lost
+            self._degraded = order.lost if order.config != self._config else None
             self._install(order)
         self._serving()
         order.reply(report.model_copy(update={"revision": self._revision}))
@@ -168,7 +168,8 @@ class Rebuilder:
     def _known(self, config: RuntimeConfig) -> Calibration | None:
         """What was measured of `config`, or else of it under the present layout."""
         now = self._config.layout
-        for each in (config, config.changed({"layout": now})):
+        alike = config.engine == self._config.engine
+        for each in (config, config.changed({"layout": now})) if alike else (config,):
             found = self._measurements.get(load_key(each))
             if found is not None:
                 return found[0] if each.layout == config.layout else borrowed(found[0], now)

@@ -90,8 +90,8 @@ class RoundStats(Frozen):
     """Per sequence, bonus token included."""
     draft_depths: tuple[int, ...]
     """Per sequence, deepest position that was drafted (0: none)."""
-    stage_s: tuple[float, float, float, float, float]
-    """Seconds in draft, tree, verify, accept, commit (`STAGES`)."""
+    stage_s: tuple[float, float, float, float, float] | None
+    """Seconds in draft, tree, verify, accept, commit (`STAGES`); None where the engine does not tell."""
     slots_used: int
     slots_total: int
     prefill_tokens: int = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.config import EFFECTS, RuntimeConfig
+from runtime.config import EFFECTS, RuntimeConfig, effect_of
 from runtime.http_settings import ServerSettings
 from runtime.interface import EngineState, RoundStats, RuntimeFault, Status
 from runtime.last_good import PROOF_SECONDS, keep, last_good_file, recall
@@ -302,7 +302,7 @@ async def reload(runtime: LocalRuntime, reread: Callable[[], RuntimeConfig], not
     try:
         wanted = reread()
         changed = [name for name in EFFECTS if getattr(wanted, name) != getattr(runtime.config, name)]
-        live = {name: getattr(wanted, name) for name in changed if EFFECTS[name] == "live"}
+        live = {name: getattr(wanted, name) for name in changed if effect_of(name, wanted) == "live"}
         plan = await runtime.preview(live)
         report = await runtime.apply(live, plan.revision, "SIGHUP")
         LOGGER.info("configuration read anew: %s", report.summary)

@@ -6,6 +6,7 @@ the same ones. Source: DDTree (best-first trees from the per-position marginals 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -44,16 +45,27 @@ def build_tree(
     best `tree_budget` of (kept prefixes x top-K) are kept, then one global selection.
     """
     batch, horizon, vocab = log_probs.shape
-    device = log_probs.device
     width = min(ranks or tree_budget, vocab)
     if tree_budget == 0 or horizon == 0:
-        nothing = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        nothing = torch.empty(batch, 0, dtype=torch.int64, device=log_probs.device)
         return _assemble(roots, log_probs.new_empty(batch, 0), (nothing, nothing, nothing), 0)
-    top_values, top_ids = ordered_top(log_probs, width)
+    return grow_tree(*ordered_top(log_probs, width), tree_budget, roots)
 
+
+def grow_tree(
+    top_values: Tensor, top_ids: Tensor, tree_budget: int, roots: Tensor | None = None
+) -> DraftTree:
+    """`build_tree` from the best tokens of each depth alone.
+
+    `top_values` and `top_ids` are `[batch, depth, ranks]`, best first, ties to the lowest token id; with `ranks` below
+    `tree_budget` (and the vocabulary) no node has more than `ranks` children. Nothing is read back or sent from the
+    host, so the calls can be captured in a CUDA graph.
+    """
+    batch, horizon, _ = top_values.shape
+    device = top_values.device
     # Depth by depth: score, token and the parent's place in the depth before. Candidates lie rank-major, so the
     # lowest flat index is the lowest rank and then the first parent.
-    scores = log_probs.new_zeros(batch, 1)
+    scores = top_values.new_zeros(batch, 1)
     kept_scores, kept_tokens, kept_parents = [], [], []
     for depth in range(horizon):
         places = scores.shape[1]
@@ -64,7 +76,7 @@ def build_tree(
         kept_parents.append(picked % places)
 
     counts = [kept.shape[1] for kept in kept_scores]
-    offsets = torch.tensor([0, *counts]).cumsum(0).tolist()
+    offsets = list(itertools.accumulate(counts, initial=0))
     all_scores = torch.cat(kept_scores, 1)
     node_scores, order = ordered_top(all_scores, min(tree_budget, all_scores.shape[1]))
     place_of = torch.full((batch, offsets[-1]), -1, device=device)
@@ -73,9 +85,7 @@ def build_tree(
     parents = [root_places.expand(batch, counts[0])]
     for depth in range(1, horizon):
         parents.append(place_of[:, offsets[depth - 1] : offsets[depth]].gather(1, kept_parents[depth]))
-    depths = torch.arange(1, horizon + 1, device=device).repeat_interleave(
-        torch.tensor(counts, device=device)
-    )
+    depths = torch.cat([torch.full((count,), d + 1, device=device) for d, count in enumerate(counts)])
     columns = (torch.cat(kept_tokens, 1), torch.cat(parents, 1), depths.expand(batch, -1))
     token_ids, parent_places, node_depths = (column.gather(1, order) for column in columns)
     return _assemble(roots, node_scores, (token_ids, parent_places, node_depths), min(horizon, tree_budget))
@@ -130,11 +140,51 @@ def accept_path(tree: DraftTree, target_token_ids: Tensor, sizes: Seq[int] | Non
     so this is one path.
     """
     nodes = target_token_ids.shape[1]
-    token_ids, parents = tree.token_ids[:, :nodes], tree.parents[:, :nodes]
-    limits = tree.sizes if sizes is None else torch.tensor(sizes, device=parents.device)
-    accepted = target_token_ids.gather(1, parents) == token_ids
-    accepted &= torch.arange(nodes, device=parents.device) < limits.unsqueeze(1)
-    accepted[:, 0] = True
-    for _ in range(int(tree.depths.max())):
-        accepted = accepted & accepted.gather(1, parents)
+    limits = tree.sizes if sizes is None else torch.tensor(sizes, device=tree.parents.device)
+    accepted = accepted_nodes(
+        tree.token_ids[:, :nodes],
+        tree.parents[:, :nodes],
+        tree.ancestor_mask[:, :nodes, :nodes],
+        target_token_ids,
+    )
+    accepted &= torch.arange(nodes, device=accepted.device) < limits.unsqueeze(1)
     return [[i for i, kept in enumerate(row) if kept] for row in accepted.tolist()]
+
+
+def accepted_nodes(token_ids: Tensor, parents: Tensor, mask: Tensor, target_token_ids: Tensor) -> Tensor:
+    """Bool `[batch, nodes]`: the target chose this node's token at its parent, and so for all its ancestors.
+
+    `token_ids`, `parents` and `target_token_ids` are `[batch, nodes]`, `mask` the ancestor mask.
+    """
+    chosen = target_token_ids.gather(1, parents) == token_ids
+    chosen[:, 0] = True
+    return (chosen.unsqueeze(1) | ~mask).all(-1)
+
+
+def path_by_depth(accepted: Tensor, depths: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """The accepted path of each row as a tensor, without reading anything back.
+
+    `accepted` and `depths` are `[batch, nodes]`. Returns node indices `[batch, levels]`, the root first, where entry d
+    beyond the path is d itself, and the path's length with the root `[batch]` (int64). No node lies at depth `levels`.
+    """
+    batch, nodes = accepted.shape
+    indices = torch.arange(nodes, device=accepted.device).expand(batch, nodes)
+    path = torch.arange(levels + 1, device=accepted.device).repeat(batch, 1)
+    path.scatter_(1, torch.where(accepted, depths, levels), indices)
+    return path[:, :levels], accepted.sum(1)
+
+
+def tree_links(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of each node, `[batch, nodes]`, -1 where there is none.
+
+    `parents [batch, nodes]` (root: 0) of trees without invalid nodes.
+    """
+    batch, nodes = parents.shape
+    index = torch.arange(nodes, device=parents.device)
+    none = torch.full((), nodes, device=parents.device)
+    child_of = (parents.unsqueeze(1) == index.view(1, nodes, 1)) & (index > 0)
+    children = torch.where(child_of, index, none).amin(-1)
+    siblings = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (index > index.unsqueeze(1)).unsqueeze(0)
+    later = torch.where(siblings, index, none).amin(-1)
+    later[:, 0] = nodes
+    return torch.where(children < nodes, children, -1), torch.where(later < nodes, later, -1)

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent.parent / "tests"
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
 LIST = TESTS / "CASES.md"
 
 
@@ -59,6 +60,7 @@ class Collected:
 def main() -> int:
     import pytest
 
+    sys.path.insert(0, str(ROOT))
     collected = Collected()
     status = pytest.main(["--collect-only", "-qq", "-n", "0", str(TESTS)], plugins=[collected])
     if status != 0:

@@ -166,7 +166,7 @@ def after_step(day: Day) -> list[str]:
     world = day.world
     if world.ended:
         return [] if day.step == "stop" else ["the server is gone"]
-    until(lambda: _idle(world.status()), "no request, no slot in use", 30.0)
+    until(lambda: _idle(world.status()), "no request, no slot in use", 120.0)
     status = world.status()
     problems = []
     for name in TRACKED:

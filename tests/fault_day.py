@@ -281,10 +281,11 @@ def _judged(day: Day, answers: list[Answer]) -> list[str]:
                 problems.append(f"altered: {answer.asked}: {answer.text!r} instead of {solo!r}")
         elif not solo.startswith(answer.text):
             problems.append(f"altered before its end: {answer.asked}: {answer.text!r}, alone {solo!r}")
-        elif answer.refused not in (None, 503, 429):
+        elif answer.refused not in (None, 0, 503, 429):
             problems.append(f"refused with {answer.refused}: {answer.asked}")
-        elif answer.refused and not day.hurt and day.step != "stop":
-            problems.append(f"refused with {answer.refused} without a reason: {answer.asked}")
+        elif answer.refused is not None:
+            if not day.hurt and day.step != "stop":
+                problems.append(f"refused with {answer.refused} without a reason: {answer.asked}")
         elif answer.broken and not day.excused(KILLED, RAISED, BAD_FILES):
             problems.append(f"lost: {answer.asked}: {answer.broken}")
     return problems

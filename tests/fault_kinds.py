@@ -169,9 +169,13 @@ def bad_configuration(day: Day) -> Mend | None:
     good = world.config_file.read_bytes()
     broken = (b"mode = \xff", b"mode = 'trree'\n", b"a = " + b"[" * 3000, b"tree_budget = 1" + b"0" * 5000)
     world.config_file.write_bytes(day.rng.choice(broken))
+    refused = b"configuration not changed"
+    before = world.server_log.read_bytes().count(refused)
     world.server.signal(SIGHUP)
 
     def mend() -> list[str]:
+        # Restored only after it was looked at, or the good one would be read, which takes live changes back.
+        until(lambda: world.server_log.read_bytes().count(refused) > before, "the file is refused", 60.0)
         world.config_file.write_bytes(good)
         return []
 

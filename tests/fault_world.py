@@ -282,6 +282,10 @@ class World:
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         text, frames = "", 0
         try:
+            line.connect()
+        except OSError as error:
+            return Answer(asked, refused=0, broken=f"no connection: {error}")
+        try:
             line.request("POST", "/v1/completions", asked.body(stream=True), self._headers(False))
             reply = line.getresponse()
             if reply.status != 200:

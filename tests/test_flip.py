@@ -84,13 +84,14 @@ def gang_of(runtime: LocalRuntime) -> Gang:
 @pytest.mark.case("E7")
 @pytest.mark.parametrize("family", FLIPS)
 async def test_streams_of_every_mode_over_flips_have_the_text_they_would_have_had(
-    start: Start, family: str
+    start: Start, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = [(mode, sampling) for mode in MODES for sampling in SAMPLINGS]
     runtime = await start(family, max_concurrency=len(kinds))
-    length = {"max_tokens": 160, "ignore_eos": True}
+    length = {"max_tokens": 380, "ignore_eos": True}
     alone = [(await collect(runtime, ask(**length, **sampling)))[-1] for sampling in SAMPLINGS]
     wanted = [ask(**length, **sampling).model_copy(update={"mode": mode}) for mode, sampling in kinds]
+    slow_down(runtime, monkeypatch)
     others = [asyncio.create_task(collect(runtime, request)) for request in wanted[1:]]
     changes = [{"layout": layout} for layout in FLIPS[family]]
     events, reports = await through(runtime, wanted[0], *changes)
@@ -243,7 +244,8 @@ async def test_a_lost_rank_brings_the_old_layout_back_and_loses_no_request(
         await settle(lambda: state_is(runtime, EngineState.DEGRADED), 120)
         tell(f"{fault.__name__}, {'mid-step' if busy else 'idle'}, {layout}: seen after {seen_s:.2f} s")
         status = await runtime.status()
-        assert words.format(rank) in status.reason, (fault.__name__, status.reason)
+        seen = words.format(rank) in status.reason or "by peer" in status.reason
+        assert seen, (fault.__name__, status.reason)
         assert f"single serves in place of {layout}" in status.reason
         assert status.config["layout"] == "single" and status.errors
         ends = [(await each)[-1] for each in streaming]

@@ -12,7 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ENGINES = {"torch", "transformers", "sglang"}
-RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
+IN_SGLANG = {"sglang_draft", "sglang_verify", "sglang_worker"}
+"""Modules that run in SGLang's environment alone, and need what it has."""
+RUNTIME_MODULES = sorted(
+    path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not in {"__init__"} | IN_SGLANG
+)
 COMMAND_MODULES = {name for name in RUNTIME_MODULES if name == "command_options" or name.endswith("commands")}
 SERVING_MODULES = {
     name for name in RUNTIME_MODULES if name.startswith("http_") or name in ("access_log", "metrics")

@@ -391,7 +391,8 @@ def test_sglangs_line_is_exact() -> None:
     assert shell_line(made) == (
         'env CUDA_HOME=/usr/local/cuda-13.0 PATH=/usr/local/cuda-13.0/bin:"$PATH" '
         "python -m sglang.launch_server --model-path '/m/kimi k2' --tp-size 8 --port 30000 --trust-remote-code "
-        "--attention-backend triton --grammar-backend none --speculative-algorithm DDTREE_CONSOLE "
+        "--attention-backend triton --grammar-backend none --sampling-backend pytorch "
+        "--speculative-algorithm DDTREE_CONSOLE "
         "--speculative-draft-model-path /m/d --speculative-dflash-block-size 8 --speculative-num-draft-tokens 17"
     )
     chain = launch(LIBRARY.preset("kimi-rtx6000x8-tp8-chain"), KIMI)

@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.sampling import SMALL_SORT
-from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree
+from runtime.sampling import SMALL_SORT, ordered_top
+from runtime.tree import (
+    DraftTree,
+    accept_path,
+    accepted_nodes,
+    ancestor_mask,
+    build_tree,
+    grow_tree,
+    path_by_depth,
+    tree_links,
+)
 
 Node = tuple[int, int, int]
 """Token, parent's index, depth."""
@@ -215,3 +224,47 @@ def test_a_node_beyond_the_row_s_size_is_never_accepted() -> None:
     tree = build_tree(torch.tensor([[[0.0, -1.0]], [[0.0, -1.0]]]), 2)
     chosen = torch.tensor([[1, 0, 0], [0, 0, 0]])
     assert accept_path(tree, chosen, [3, 1]) == [[0, 2], [0]]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 14))
+@NO_DEADLINE
+def test_the_path_by_depth_is_the_accepted_path_and_then_the_depth_itself(
+    seed: int, horizon: int, budget: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = torch.randn(3, horizon, 4, generator=generator).log_softmax(-1)
+    tree = build_tree(log_probs, budget)
+    choices = torch.randint(0, 4, tree.token_ids.shape, generator=generator)
+    valid = torch.arange(tree.token_ids.shape[1]) < tree.sizes.unsqueeze(1)
+    accepted = accepted_nodes(tree.token_ids, tree.parents, tree.ancestor_mask, choices) & valid
+    paths, lengths = path_by_depth(accepted, tree.depths, horizon + 1)
+    for path, length, expected in zip(
+        paths.tolist(), lengths.tolist(), accept_path(tree, choices), strict=True
+    ):
+        assert path[:length] == expected
+        assert path[length:] == list(range(length, horizon + 1))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12))
+@NO_DEADLINE
+def test_first_child_and_next_sibling_lead_to_every_node_once(seed: int, budget: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tree = build_tree(torch.randn(1, 3, 12, generator=generator).log_softmax(-1), budget)
+    children, siblings = (each[0].tolist() for each in tree_links(tree.parents))
+    reached: list[tuple[int, int]] = []
+
+    def walk(node: int, parent: int) -> None:
+        while node >= 0:
+            reached.append((node, parent))
+            walk(children[node], node)
+            node = siblings[node]
+
+    walk(children[0], 0)
+    assert sorted(reached) == [(node, int(tree.parents[0, node])) for node in range(1, budget + 1)]
+    assert siblings[0] == -1
+
+
+def test_a_tree_from_the_best_tokens_alone_is_the_tree_of_all() -> None:
+    log_probs = torch.randn(4, 5, 50, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    whole, grown = build_tree(log_probs, 20), grow_tree(*ordered_top(log_probs, 20), 20)
+    assert torch.equal(whole.token_ids, grown.token_ids) and torch.equal(whole.parents, grown.parents)

@@ -1,0 +1,371 @@
+"""The engine over SGLang: the same queue, requests and events as the native one; tokens come from `sglang.Engine`.
+
+A request's tokens are kept here too, so it lives through the loss of SGLang and through a change of engine. What SGLang
+does not offer, or offers otherwise than the native engine, is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.calibrate import Calibration
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine, Running, Sink
+from runtime.gang_step import RemotePool
+from runtime.interface import (
+    ConfigRejected,
+    FinishReason,
+    GenerateRequest,
+    Mode,
+    RequestRejected,
+    RoundStats,
+)
+from runtime.kv_cache import KVCache
+from runtime.loader import Loaded, Pair, Progress, read_pair
+from runtime.proof import prove
+from runtime.round import Models
+from runtime.sequence import OutputToken, Speculation
+from runtime.sglang_arguments import launch_of
+from runtime.sglang_host import Launch, SglangProcess, check, environment_folder
+from runtime.target import TargetModel
+
+WAIT_S = 0.02
+"""A step waits so long for tokens; commands are obeyed between two steps."""
+FALLBACK_BUDGET = 31
+"""Tree budget where the configuration names none: a verify pass of 32 rows."""
+
+
+class SglangTarget(TargetModel):
+    """A target that another process holds."""
+
+    def __init__(self, process: SglangProcess, pair: Pair) -> None:
+        self.process = process
+        self.device, self.dtype = pair.device, pair.dtype
+        self.vocab_size = pair.limits.vocab_size
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        self.process.watch(on_lost)
+
+    def close(self) -> None:
+        """Ends SGLang and all its processes."""
+        self.process.close()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A configuration for SGLang that has passed every check that needs no GPU."""
+
+    pair: Pair
+    launch: Launch
+    budget: int
+
+
+def tree_budget_of(config: RuntimeConfig, pair: Pair) -> int:
+    """Draft nodes of a verify pass as captured: 0 in mode off, the block's in mode chain."""
+    drafter = pair.drafter_config
+    if config.mode == "off" or drafter is None or pair.no_drafter_reason is not None:
+        return 0
+    horizon = (config.block_size or drafter.block_size) - 1
+    if config.mode == "chain":
+        return horizon
+    wanted = FALLBACK_BUDGET if config.tree_budget is None else config.tree_budget
+    if config.tree_budget is None:
+        wanted = max(min(wanted, config.max_tree_budget), horizon)
+    return wanted
+
+
+def prepare(config: RuntimeConfig) -> Prepared:
+    """Checks `config` as far as files and this side tell; raises ConfigRejected naming the field."""
+    if config.mode == "auto":
+        raise ConfigRejected(
+            "mode: auto chooses round by round, SGLang's graphs are captured for one mode; use off, chain or tree",
+            "mode",
+        )
+    pair = read_pair(config)
+    if pair.checkpoint.gguf is not None:
+        raise ConfigRejected(
+            f"model: SGLang runs Hugging Face folders, {pair.checkpoint.name} is a GGUF file; convert it: "
+            f"ddtree model convert {config.model} FOLDER",
+            "model",
+        )
+    budget = tree_budget_of(config, pair)
+    drafter = pair.drafter_config
+    block = (config.block_size or drafter.block_size) if drafter else 1
+    if config.mode == "tree" and 0 < budget < block - 1:
+        raise ConfigRejected(
+            f"tree_budget: {budget} is below the draft horizon {block - 1}: SGLang's slots must hold the draft block; "
+            f"use {block - 1} or more, 0, or a smaller block_size",
+            "tree_budget",
+        )
+    layers = int(pair.checkpoint.config["num_hidden_layers"])
+    if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
+        raise ConfigRejected(
+            f"drafter: {pair.drafter_path} is fed with the target's last layer (target_layer_ids "
+            f"{list(drafter.target_layer_ids)} of {layers} layers), which SGLang keeps; use engine = native",
+            "drafter",
+        )
+    return Prepared(pair, launch_of(config, pair, budget, block), budget)
+
+
+def inspect_sglang(config: RuntimeConfig) -> None:
+    """Everything that can be known before teardown, SGLang's own parser included; raises ConfigRejected."""
+    prepared = prepare(config)
+    folder = environment_folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    check(prepared.launch, folder.parent)
+
+
+def build_sglang(config: RuntimeConfig, progress: Progress) -> tuple[SglangEngine, Calibration]:
+    """Starts SGLang for `config` and lets it prove itself. Raises RuntimeFault."""
+    prepared = prepare(config)
+    pair, folder = prepared.pair, environment_folder().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    progress(0.1, "starting SGLang")
+    process = SglangProcess(
+        prepared.launch, folder, lambda: progress(0.3, "SGLang loads and captures its graphs")
+    )
+    try:
+        cache = KVCache(RemotePool(torch.device("cpu")), None, pair.limits.kv_slots, torch.device("cpu"))
+        block = pair.drafter_config.block_size if pair.drafter_config else 1
+        loaded = Loaded(
+            models=Models(SglangTarget(process, pair), None, cache, config.block_size or block),
+            checkpoint=pair.checkpoint,
+            tokenizer=pair.tokenizer,
+            limits=pair.limits,
+            drafter_path=pair.drafter_path,
+            no_drafter_reason=pair.no_drafter_reason,
+            linear="SGLang",
+            threads=torch.get_num_threads(),
+            target_digest=None,
+            layout=_words(prepared.launch),
+            notes=(
+                f"SGLang {process.info['version']}",
+                "a seed gives the same text in every mode of this engine, and another one than in the native engine",
+            ),
+        )
+        engine = SglangEngine(loaded, config, prepared.budget)
+        progress(0.9, "decoding the first tokens")
+        prove(engine)
+    except BaseException:
+        process.close()
+        raise
+    words = f"tree budget {prepared.budget}: as SGLang's graphs were captured; another one needs a rebuild"
+    return engine, Calibration(prepared.budget, {}, words)
+
+
+class SglangEngine(Engine):
+    """Requests over one SGLang process."""
+
+    modes_by_request = False
+
+    def __init__(self, loaded: Loaded, config: RuntimeConfig, default_budget: int) -> None:
+        super().__init__(loaded, config, default_budget)
+        assert isinstance(loaded.models.target, SglangTarget)
+        self._process = loaded.models.target.process
+        self._sent: dict[str, str] = {}
+        """Requests that SGLang works on, by the name it has for them; no name is used twice."""
+        self._names = itertools.count()
+        self._playing = self._captured()
+        self._width = self._playing.tree_budget + 1
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> str:
+        """As the native engine's; also raises RequestRejected for a mode or budget other than the captured one."""
+        now = self._playing
+        fixed = (
+            "is the same for all requests under engine = sglang; leave it out, or change the configuration"
+        )
+        if request.mode is not None and request.mode != now.mode:
+            raise RequestRejected(f"mode: {request.mode} was asked for, {now.mode} runs; it {fixed}", "mode")
+        if request.tree_budget not in (None, now.tree_budget):
+            raise RequestRejected(
+                f"tree_budget: {request.tree_budget} was asked for, {now.tree_budget} runs; it {fixed}",
+                "tree_budget",
+            )
+        return super().submit(request, sink)
+
+    def _check_sampling(self, request: GenerateRequest) -> None:
+        asked = request.sampling
+        refused = {
+            "presence_penalty": asked.presence_penalty != 0,
+            "frequency_penalty": asked.frequency_penalty != 0,
+            "repetition_penalty": asked.repetition_penalty != 1,
+            "min_tokens": asked.min_tokens > 0,
+            "min_p": asked.min_p > 0,
+            "logprobs": asked.logprobs is not None,
+        }
+        for name, wanted in refused.items():
+            if wanted:
+                raise RequestRejected(
+                    f"{name}: SGLang cannot apply it in the same way with and without speculation; leave it out, or "
+                    "use engine = native",
+                    name,
+                )
+
+    def step(self) -> RoundStats | None:
+        """Hands over what fits and delivers what came; figures where tokens came."""
+        self._start()
+        emitted: list[int] = []
+        for answer in self._process.take(WAIT_S):
+            running = self._requests.get(self._sent.get(answer["id"], ""))
+            if answer["finish"] is not None:
+                self._sent.pop(answer["id"], None)
+            if running is not None:
+                count = self._take(running, answer)
+                if count:
+                    emitted.append(count)
+        return self._figures(emitted) if emitted else None
+
+    def catch_up(self, tick: Callable[[], object]) -> None:
+        """Hands over what runs; SGLang computes it."""
+        self._start()
+        tick()
+
+    def speculation(self, mode: str | None, tree_budget: int | None) -> Speculation:
+        return self._playing
+
+    def _captured(self) -> Speculation:
+        if self.loaded.no_drafter_reason is not None:
+            return Speculation(reason=self.loaded.no_drafter_reason)
+        if self.config.mode == "off" or self.default_budget == 0:
+            return Speculation()
+        return Speculation("chain" if self.config.mode == "chain" else "tree", self.default_budget)
+
+    def _start(self) -> None:
+        room = self.config.max_concurrency if self.starts else 0
+        for ticket in self.scheduler.schedule(room, False, False):
+            running = self._requests[ticket.request_id]
+            sequence = ticket.sequence
+            assert sequence is not None
+            name = f"{ticket.request_id}/{next(self._names)}"
+            self._sent[name] = ticket.request_id
+            self._process.add(name, sequence.token_ids, self._sampling(running))
+            if sequence.num_outputs:
+                sequence.committed_len = len(sequence.token_ids) - 1
+                self._announce(running)
+
+    def _sampling(self, running: Running) -> dict[str, Any]:
+        """The request's settings as SGLang names them; what it has so far is part of the prompt."""
+        ticket, sequence = running.ticket, running.ticket.sequence
+        assert sequence is not None
+        sampling = ticket.admitted.sampling
+        return {
+            "max_new_tokens": sequence.remaining,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "sampling_seed": sampling.seed & (2**63 - 1),
+            "stop_token_ids": sorted(sampling.stop_token_ids),
+            # With this SGLang heeds no stop token at all; those of the request are looked for here as well.
+            "ignore_eos": ticket.request.sampling.ignore_eos,
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+            "skip_special_tokens": False,
+        }
+
+    def _take(self, running: Running, answer: Mapping[str, Any]) -> int:
+        """One answer of SGLang to a request; returns how many tokens it brought."""
+        sequence, finish = running.ticket.sequence, answer["finish"]
+        assert sequence is not None
+        first = "cached" in answer
+        if first and not sequence.num_outputs:
+            sequence.cached_len = int(answer["cached"])
+            self.prefilled_tokens += sequence.prompt_len - sequence.cached_len
+            self._announce(running)
+        ids = [int(each) for each in answer["ids"]]
+        stopped = [i for i, each in enumerate(ids) if each in sequence.sampling.stop_token_ids]
+        ids = ids[: stopped[0] + 1] if stopped else ids
+        # A step's tokens are accepted drafts and, last, the target's own.
+        drafts = self._playing.mode != "off" and not first
+        tokens = [OutputToken(each, drafts and i + 1 < len(ids)) for i, each in enumerate(ids)]
+        if not first and ids:
+            sequence.rounds += 1
+            sequence.num_correct_drafts += sum(token.drafted for token in tokens)
+        sequence.append(tokens)
+        sequence.committed_len = max(0, len(sequence.token_ids) - 1)
+        if finish is not None:
+            self._settle(running, answer, len(tokens))
+        ended = _ended(finish, bool(stopped))
+        if ended == "error":
+            self._finish(running, "error", str(finish.get("message") or "SGLang ended the request"))
+            return len(ids)
+        return self._deliver(running, tokens, ended) if tokens or ended else 0
+
+    def _settle(self, running: Running, answer: Mapping[str, Any], arriving: int) -> None:
+        """At its end, the rounds as SGLang counted them: several may have come in one answer.
+
+        `arriving`: tokens of the last answer, which are counted as a round when they are delivered.
+        """
+        sequence, rounds = running.ticket.sequence, answer.get("rounds")
+        assert sequence is not None
+        histogram = answer.get("histogram")
+        if rounds is None or running.continued is not None:
+            return
+        sequence.rounds = int(rounds)
+        sequence.num_correct_drafts = max(0, sequence.num_outputs - 1 - sequence.rounds)
+        if histogram:
+            running.accepts = Counter(
+                {drafts + 1: int(count) for drafts, count in enumerate(histogram) if count}
+            )
+            if arriving and sequence.rounds:
+                running.accepts[arriving] -= 1
+
+    def _drop_tokens(self, sequence: Any, dropped: list[OutputToken]) -> None:
+        super()._drop_tokens(sequence, dropped)
+        sequence.committed_len = max(0, len(sequence.token_ids) - 1)
+
+    def _finish(self, running: Running, reason: FinishReason, error: str | None = None) -> None:
+        for name in [name for name, known in self._sent.items() if known == running.ticket.request_id]:
+            del self._sent[name]
+            self._process.cancel(name)
+        self.scheduler.finish(running.ticket, False)
+        self._close(running, reason, error)
+
+    def _figures(self, emitted: list[int]) -> RoundStats:
+        """Figures of what came in one step. SGLang does not tell where the time of a round goes."""
+        self.rounds += 1
+        how, (tokens, _) = self._playing, self._told_prefill
+        self._told_prefill = self.prefilled_tokens, self.prefill_s
+        depth = self.loaded.models.block_size - 1 if how.mode != "off" else 0
+        return RoundStats(
+            index=self.rounds,
+            time_s=time.time(),
+            mode=_mode(how.mode),
+            tree_budget=how.tree_budget,
+            batch=len(emitted),
+            nodes=len(emitted) * self._width,
+            emitted=sum(emitted),
+            accept_lengths=tuple(emitted),
+            draft_depths=(depth,) * len(emitted),
+            stage_s=None,
+            slots_used=self.scheduler.slots_used,
+            slots_total=self.models.cache.slots,
+            prefill_tokens=self.prefilled_tokens - tokens,
+            prefill_s=0.0,
+        )
+
+
+def _ended(finish: Mapping[str, Any] | None, stopped: bool) -> str | None:
+    """Why a request is over, in the engine's words; None: it goes on."""
+    if finish is None:
+        return "stop" if stopped else None
+    kind = finish.get("type")
+    if stopped or kind == "stop":
+        return "stop"
+    return "length" if kind == "length" else "error"
+
+
+def _mode(name: str) -> Mode:
+    return "tree" if name == "tree" else "chain" if name == "chain" else "off"
+
+
+def _words(launch: Launch) -> str:
+    """Degrees as in "SGLang, TP8+EP8"."""
+    names = (("TP", "tp_size"), ("EP", "ep_size"), ("PP", "pp_size"), ("DP", "dp_size"))
+    degrees = [f"{name}{launch.arguments[key]}" for name, key in names if launch.arguments.get(key, 1) > 1]
+    return "SGLang, " + ("+".join(degrees) or "1 process")

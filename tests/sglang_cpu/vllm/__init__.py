@@ -1,0 +1,1 @@
+"""Stands where SGLang imports vLLM on a machine without a GPU; nothing of it is called."""
