@@ -149,18 +149,22 @@ class Jobs:
     @property
     def holder(self) -> str:
         """The job that keeps others out, in words; empty if there is none, or to what that job does itself."""
+        return self._holder(threading.current_thread())
+
+    def _holder(self, asker: threading.Thread) -> str:
+        """As `holder`, to what runs in the thread `asker`."""
         running = next((each for each in tuple(self._running.values()) if each.kind.exclusive), None)
-        if running is None or running.thread is threading.current_thread():
+        if running is None or running.thread is asker:
             return ""
         held = running.job
         since = time.strftime("%H:%M:%S", time.localtime(held.started_at_s))
         return f"{held.id}, started by {plain(held.holder)} at {since}, is running"
 
     @contextlib.contextmanager
-    def kept_out(self) -> Iterator[str]:
-        """Within, no job begins; gives `holder`."""
+    def kept_out(self, asker: threading.Thread) -> Iterator[str]:
+        """Within, no job begins; gives `holder` as it is to what runs in the thread `asker`."""
         with self._lock:
-            yield self.holder
+            yield self._holder(asker)
 
     def all(self) -> tuple[Job, ...]:
         """Those that run, then those that ended lately, the latest first."""

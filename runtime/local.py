@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future
@@ -245,7 +246,8 @@ class LocalRuntime(EngineThread):
             return ChangeReport(revision=self._revision, applied=(), summary=plan.summary)
         answer: Future[ChangeReport] = Future()
         keep = await self._look(plan)
-        await self._call(lambda _: self._take_order(plan, revision, author, answer))
+        asker = threading.current_thread()  # a job that rolls back may have the engine rebuilt itself
+        await self._call(lambda _: self._take_order(plan, revision, author, answer, asker))
         if keep is None:
             return await asyncio.wrap_future(answer)
         changed = ", ".join(each.field for each in plan.changes)
@@ -264,8 +266,18 @@ class LocalRuntime(EngineThread):
             return None
         return await self._keeper.look(self)
 
-    def _take_order(self, plan: ChangePlan, revision: int, author: str, answer: Future[ChangeReport]) -> None:
-        """In the engine's thread, where one change is complete before the next one is looked at."""
+    def _take_order(
+        self,
+        plan: ChangePlan,
+        revision: int,
+        author: str,
+        answer: Future[ChangeReport],
+        asker: threading.Thread,
+    ) -> None:
+        """In the engine's thread, where one change is complete before the next one is looked at.
+
+        `asker`: the thread that wants the change.
+        """
         if busy := self._rebuilder():
             raise ConfigRejected(f"{busy}; apply again when that is over")
         check_revision(revision, self._revision, self._history)
@@ -274,7 +286,7 @@ class LocalRuntime(EngineThread):
         if order.rebuilds and self._state is EngineState.DRAINING:
             raise ConfigRejected("the server is draining; nothing is rebuilt any more")
         if order.rebuilds:
-            with self.job_board.kept_out() as holder:
+            with self.job_board.kept_out(asker) as holder:
                 if holder:
                     raise ConfigRejected(no_rebuild(holder))
                 self._order = order

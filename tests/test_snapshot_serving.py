@@ -133,6 +133,7 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
             app.screen.query_one("#label", Input).value = "good"
             await driven.press("enter")
             await driven.until(lambda: "saved " in app.view.notice, "saved")
+            await driven.until(lambda: not isinstance(app.screen, SaveDialog), "dialog gone")
             await driven.press("m")
             await driven.until(lambda: server.config.mode == "off", "worse setting")
             await driven.press("5")
