@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ async def local(tiny_folder: Path, home: Path) -> AsyncIterator[LocalRuntime]:
     await made.wait_ready()
     yield made
     await made.aclose()
+
+
+@asynccontextmanager
+async def attached_to(url: str) -> AsyncIterator[HttpRuntime]:
+    """A client of the server at `url`, closed at the end of the block whatever happens in it."""
+    client = HttpRuntime(url, OPERATOR)
+    try:
+        yield client
+    finally:
+        await client.aclose()
 
 
 async def change(runtime: LocalRuntime, **settings: object) -> ChangeReport:
@@ -97,15 +108,13 @@ async def test_a_job_sets_no_path_that_another_host_wrote(home: Path, tmp_path: 
     transfer.export(elsewhere, "theirs", tmp_path / "theirs.tar")
     transfer.take_in(Store.at(home), tmp_path / "theirs.tar")
     fake = FakeRuntime()
-    async with served(fake) as url:
-        attached = HttpRuntime(url, OPERATOR)
+    async with served(fake) as url, attached_to(url) as attached:
         assert (await attached.snapshots.page()).snapshots[0].foreign
         job = await ended(attached, "rollback", {"snapshot": "theirs"})
         assert job.state == "failed" and "model: /mnt/models/big is a path of a snapshot" in job.text
         assert fake.config.model != "/mnt/models/big" and len(Store.at(home).list().entries) == 1
         with pytest.raises(ConfigRejected, match="sglang_python: it is not set over HTTP"):
             await attached.preview({"sglang_python": "python3"})
-        await attached.aclose()
 
 
 async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_its_server(
@@ -114,8 +123,7 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
     server = FakeRuntime(RuntimeConfig(mode="tree", tree_budget=11), round_s=0.001)
     server.keeper.snapshots._folder = server.keeper._folder = home
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "of the console"))
-    async with served(server) as url:
-        attached = HttpRuntime(url, OPERATOR)
+    async with served(server) as url, attached_to(url) as attached:
         app = ConsoleApp(attached, place=Place(attached_to=url))
         async with app.run_test(size=(110, 30)) as pilot:
             driven = Driven(app, server, pilot)
@@ -125,6 +133,7 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
             app.screen.query_one("#label", Input).value = "good"
             await driven.press("enter")
             await driven.until(lambda: "saved " in app.view.notice, "saved")
+            await driven.until(lambda: not isinstance(app.screen, SaveDialog), "dialog gone")
             await driven.press("m")
             await driven.until(lambda: server.config.mode == "auto", "another setting")
             await driven.press("5")
@@ -139,6 +148,5 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
             assert "measured through the runtime" in driven.text("#verdict")
             app.exit(Ending.QUIT)
             await pilot.pause()
-        await attached.aclose()
     assert server.config.mode == "tree" and len(Store.at(home).list().entries) == 3
     assert not (tmp_path / "of the console").exists()
