@@ -23,7 +23,6 @@ from fault_kinds import FAULTS, Fault
 from fault_nursery import Nursery
 from fault_world import World, until
 
-SHORT = 5
 MORE_DESCRIPTORS = 8
 """Connections and the like that an idle server may have open beyond those it began with."""
 
@@ -49,17 +48,11 @@ class Plan:
     layouts: bool
 
 
-def plan_of(seed: int, rng: random.Random, small: bool, layouts: bool, short: bool = False) -> Plan:
-    """The day of a seed: the same seed is the same plan.
-
-    `layouts`: engines of several processes, on some days; `short`: five steps between start and stop.
-    """
+def plan_of(seed: int, rng: random.Random, small: bool, layouts: bool) -> Plan:
+    """The day of a seed: the same seed is the same plan. `layouts`: engines of several processes, on some days."""
     layouts = layouts and seed % 6 == 0
     faults = [each for each in FAULTS if (small or not each.small_disk) and (layouts or not each.ranks)]
     steps = [step for step, chance in STEPS if rng.random() < chance]
-    if short:
-        between = sorted(rng.sample(range(1, len(steps) - 1), min(SHORT, len(steps) - 2)))
-        steps = [steps[0], *(steps[at] for at in between), steps[-1]]
     struck = set(rng.sample(range(len(steps)), min(len(steps), rng.randint(2, 4))))
     return Plan(
         tuple(
@@ -80,11 +73,10 @@ def run_day(
     *,
     small: bool = False,
     layouts: bool = False,
-    short: bool = False,
 ) -> Report:
     """Runs the day of `seed` in `folder`, which is made; whatever happens, nothing of it is left running."""
     rng = random.Random(seed)
-    plan = plan_of(seed, rng, small, layouts, short)
+    plan = plan_of(seed, rng, small, layouts)
     began = time.monotonic()
     world = World(folder, models, logs, nursery, small)
     day = Day(world, texts, rng, layouts=plan.layouts)

@@ -31,9 +31,11 @@ class Ground:
     small: bool
     texts: dict[tuple[Any, ...], str]
 
-    def day(self, seed: int) -> Report:
-        place = (self.folder / f"day-{seed}", self.models, self.logs, self.nursery, self.texts)
-        return run_day(seed, *place, small=self.small, short=True)
+    def day(self, seed: int, layouts: bool = False) -> Report:
+        folder = self.folder / f"day-{seed}"
+        return run_day(
+            seed, folder, self.models, self.logs, self.nursery, self.texts, small=self.small, layouts=layouts
+        )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def test_a_day_under_faults_loses_nothing(ground: Ground, seed: int) -> None:
 def test_the_day_over_and_over_holds_no_more_than_at_first(ground: Ground) -> None:
     world = World(ground.folder / "soak", ground.models, ground.logs, ground.nursery, ground.small)
     try:
-        soaked = soak(world, ground.texts, seed=1, turns=6)
+        soaked = soak(world, ground.texts, seed=1, turns=8)
     finally:
         world.close()
     assert not soaked.problems, "\n".join(soaked.problems)
