@@ -278,6 +278,10 @@ class ConsoleScreen(Screen[None]):
     def show(self, view: View) -> None:
         """Draws the screen's own part of `view`."""
 
+    def _on_screen_resume(self, event: events.ScreenResume) -> None:
+        """Spares the restyling of every widget: classes and themes that change meanwhile restyle by themselves."""
+        event.refresh_styles = not self.composed
+
     def on_resize(self, event: events.Resize) -> None:
         tiny = event.size.width < MIN_WIDTH or event.size.height < MIN_HEIGHT
         self.set_class(tiny, "-tiny")
