@@ -49,11 +49,10 @@ if TYPE_CHECKING:
     from console.tree_screen import TreeScreen
 
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
-TICK_S = 0.5
-IDLE_TICKS = 2
-"""While nothing is decoded and nothing is said, only every so many ticks draw."""
+TICK_S = 1.0
+"""Between two looks at the figures; what an operator does shows at once."""
 NOTICE_S = 8.0
-CAPTURED_AT_ONCE = 200
+CAPTURED_AT_ONCE = 400
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
 THEME = "Next colours: dark, light, high contrast, none. Remembered for the next start."
@@ -117,7 +116,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._hosts = HostWindow()
         self._finished = RequestWindow()
         self._alarmed = False
-        self._ticks = 0
         self.book = LogBook()
         self._host_at_s: float | None = None
         self._notice_until_s = 0.0
@@ -190,18 +188,11 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
             now_s = time.time()
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
             self.book.record(*(LogLine(time_s=now_s, level="info", text=text) for text in captured))
-        over = bool(self.view.notice) and time.monotonic() > self._notice_until_s
-        if over:
+        if self.view.notice and time.monotonic() > self._notice_until_s:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         figures = self._window.figures(now)
         self._warn(alarm(figures, self.view.config))
-        self._ticks += 1
-        news = (
-            over or not (figures.idle and self.view.figures.idle) or self.book.total != self.view.lines_total
-        )
-        if not news and self._ticks % IDLE_TICKS:
-            return
         self._show(figures=figures, host_age_s=age, busy=self._hosts.busy(now), **self._logged())
 
     def _warn(self, trouble: str | None) -> None:
