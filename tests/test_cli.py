@@ -247,7 +247,8 @@ def test_the_debug_variable_shows_where_an_error_came_from() -> None:
     assert done.stderr.splitlines()[-1].startswith("ddtree: top_k = -1")
 
 
-PLAIN = ["--mode", "off", "--temperature", "0"]
+PLAIN = ["--mode", "off", "--temperature", "0", "--threads", "1"]
+"""Two threads would wait for each other where other tests run beside them."""
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +324,7 @@ def test_a_reader_that_has_seen_enough_ends_the_answer_quietly(endless: list[str
 
 
 def test_bench_shows_a_table_and_ends_in_one_json_line(endless: list[str]) -> None:
-    quick = ["--repetitions", "1", "--max-tokens", "2", "--prompts-per-kind", "1"]
+    quick = ["--repetitions", "1", "--max-tokens", "2", "--prompts-per-kind", "1", "--threads", "1"]
     done = ddtree("bench", "--mode", "off", *endless, *quick)
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()

@@ -87,7 +87,7 @@ async def test_streams_of_every_mode_over_flips_have_the_text_they_would_have_ha
     start: Start, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = [(mode, sampling) for mode in MODES for sampling in SAMPLINGS]
-    runtime = await start(family, max_concurrency=len(kinds), kv_slots=len(kinds) * 480)
+    runtime = await start(family, max_concurrency=len(kinds), kv_slots=(len(kinds) + 1) * 480)
     length = {"max_tokens": 380, "ignore_eos": True}
     alone = [(await collect(runtime, ask(**length, **sampling)))[-1] for sampling in SAMPLINGS]
     wanted = [ask(**length, **sampling).model_copy(update={"mode": mode}) for mode, sampling in kinds]
