@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layouts.user_files import user_home
 from runtime.command_options import (
     ENGINE_OPTIONS,
     MODES,
@@ -161,7 +162,7 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
             await wait_ready(runtime)  # type: ignore[arg-type]
         with ProgressLine() as line:
             report = await race(
-                runtime, plan, Ledger(_state_folder(), fresh=fresh), lambda _share, text: line(text)
+                runtime, plan, Ledger(user_home("state") / "tune", fresh=fresh), lambda _share, text: line(text)
             )
         if not apply:
             return report
@@ -217,12 +218,3 @@ def _config_file(given: Given) -> Path:
 
     named = given.file or (Path(os.environ["DDTREE_CONFIG"]) if os.environ.get("DDTREE_CONFIG") else None)
     return (named or default_file()).expanduser()
-
-
-def _state_folder() -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not state.is_absolute():
-        import platformdirs
-
-        state = platformdirs.user_state_path()
-    return state / "ddtree" / "tune"
