@@ -280,7 +280,7 @@ async def _measure(
     plan: LoadPlan, target: "Target", facts: Mapping[str, Any], local: bool, progress: ProgressLine
 ) -> "LoadReport":
     """Runs all loads one after another; the energy counted is this host's, so only of what runs on it."""
-    from runtime.energy import EnergyMeter
+    from runtime.nvml_probe import EnergyMeter
     from runtime.load import run_load
     from runtime.load_report import LoadReport, conditions, summarise
 

@@ -227,7 +227,7 @@ class Gpus:
             try:
                 part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
                 name = f"MIG {number} {text(nvml.nvmlDeviceGetName(part))}"
-            except Exception:
+            except Exception:  # no instance has this number, or it does not answer: the others are shown
                 continue
             instances.append(Device(index, part, name, _uuid(nvml, part), instance=number))
         return instances

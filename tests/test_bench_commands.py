@@ -12,7 +12,7 @@ from api_server import ApiServer
 from tiny_models import tiny_config
 
 from console.cli import main
-from runtime.energy import EnergyMeter
+from runtime.nvml_probe import EnergyMeter
 from runtime.load_report import LoadReport
 
 SCHEMA_FILE = Path(__file__).parent.parent / "docs" / "bench-result.schema.json"
