@@ -260,7 +260,7 @@ async def _on_server(
 
 async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: ProgressLine) -> "LoadReport":
     from runtime.connect import open_runtime
-    from runtime.load_targets import RuntimeTarget
+    from runtime.load import RuntimeTarget
 
     budgets = tuple(each for each in plan.budgets if each is not None)
     config = with_room(config, budgets)

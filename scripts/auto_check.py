@@ -20,8 +20,7 @@ from typing import Any
 from kept_runs import KeptRuns, judge, tell
 
 from runtime.config import RuntimeConfig
-from runtime.load import Load, Prompt, run_load
-from runtime.load_targets import RuntimeTarget
+from runtime.load import Load, Prompt, RuntimeTarget, run_load
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import Arm, student
