@@ -41,7 +41,6 @@ IMPORTED = (
     "runtime.http_server",
     "runtime.loader",
     "runtime.metrics",
-    "runtime.proof",
     "runtime.serve",
     "snapshots.commands",
     "snapshots.environment",
