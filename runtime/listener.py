@@ -91,7 +91,7 @@ class Listener:
     async def _serve(self) -> None:
         import uvicorn
 
-        from runtime.access_log import AccessLog
+        from runtime.http_connection import AccessLog
         from runtime.http_events import EventHub
         from runtime.http_server import create_app
         from runtime.metrics import Metrics

@@ -19,7 +19,7 @@ RUNTIME_MODULES = sorted(
 )
 COMMAND_MODULES = {name for name in RUNTIME_MODULES if name == "command_options" or name.endswith("commands")}
 SERVING_MODULES = {
-    name for name in RUNTIME_MODULES if name.startswith("http_") or name in ("access_log", "metrics")
+    name for name in RUNTIME_MODULES if name.startswith("http_") or name == "metrics"
 }
 ENGINE_PACKAGES = {
     "jinja2",
