@@ -32,7 +32,7 @@ ID_HEADER = b"x-request-id"
 QUIET_PATHS = ("/health", "/ready", "/metrics")
 """Asked every few seconds by machines: logged at level debug unless they fail; "not ready" is no failure."""
 CLIENT_LEFT = 499
-"""Logged where the client was gone before the answer began; a custom of nginx."""
+"""Status where the client was gone before its answer began, a custom of nginx; the log has it, nobody receives it."""
 
 Observe = Callable[[str, int, float], None]
 """Called with a request's route, status and seconds."""

@@ -62,7 +62,7 @@ def serve(
     (style,) = words("--log-format", log_format, ("text", "json"))[:1]
     resolved, degraded = _resolve(given, not no_fallback)
     config = resolved.config
-    from runtime.http_settings import ServerSettings
+    from runtime.listener import ServerSettings
     from runtime.logs import log_to_stderr
     from runtime.serve import ServeOptions
     from runtime.serve import serve as run

@@ -12,7 +12,8 @@ import uvicorn
 from runtime.http_control import Lifecycle
 from runtime.http_events import EventHub
 from runtime.http_security import Keys
-from runtime.http_server import ServerSettings, create_app
+from runtime.http_server import create_app
+from runtime.listener import ServerSettings
 from runtime.interface import Runtime
 
 OPERATOR = "operator-key-of-the-tests"

@@ -18,7 +18,7 @@ from test_runtime_contract import idle, settle
 
 from runtime.http_events import ClientQueue, EventHub, Numbered
 from runtime.http_security import load_keys
-from runtime.http_server import ServerSettings
+from runtime.listener import ServerSettings
 from runtime.interface import (
     ConfigRejected,
     EngineState,

@@ -9,7 +9,8 @@ import pytest
 from fake_runtime import FakeRuntime
 
 from runtime.http_security import Keys
-from runtime.http_server import ServerSettings, create_app
+from runtime.http_server import create_app
+from runtime.listener import ServerSettings
 from runtime.interface import EngineState
 
 PAGE = "https://page.example"
