@@ -40,8 +40,7 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
-from runtime.job_advice import ADVICE_JOBS
-from runtime.job_kinds import ENGINE_JOBS
+from runtime.job_kinds import JOBS
 from runtime.jobs import Jobs
 from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
@@ -86,7 +85,7 @@ class LocalRuntime(EngineThread):
         self._keeper = keeper
         self._keeping: set[asyncio.Task[str]] = set()
         """Automatic snapshots being saved; a loop keeps no reference to its tasks."""
-        kinds = (*ENGINE_JOBS, *ADVICE_JOBS, *(keeper.jobs if keeper is not None else ()))
+        kinds = (*JOBS, *(keeper.jobs if keeper is not None else ()))
         self.job_board = Jobs(self, kinds, self._publish, self._call)
         super().__init__(config, degraded, origins)
         self._last_good = LastGood()
