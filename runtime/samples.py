@@ -1,4 +1,4 @@
-"""What is observed of a runtime: what runs, requests, rounds, trees, host, state, log; as frozen pydantic models of plain types.
+"""What is observed of a runtime: what runs, requests, rounds, trees, host, state, log; frozen models of plain types.
 
 These values cross `runtime.interface`, which gives their names on; nothing is imported here but pydantic.
 """
