@@ -34,7 +34,7 @@ from runtime.interface import (
 from runtime.last_good import PROOF_SECONDS
 from runtime.logs import LOGGER, start_logging, unwatch_log, watch_log
 from runtime.rebuild import Built, Order, Parked, build, recovery, stated
-from runtime.rebuild_plan import load_key
+from runtime.changes import load_key
 from runtime.rebuilder import SERVING, Rebuilder
 from runtime.telemetry import HostSampler
 from runtime.watching import Watcher

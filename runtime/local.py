@@ -15,7 +15,17 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runtime.changes import check_revision, plan_change
+from runtime.changes import (
+    builds_ahead,
+    check_revision,
+    held_back,
+    load_key,
+    no_rebuild,
+    outage,
+    plan_change,
+    rebuild_notes,
+    refusals,
+)
 from runtime.description import describe
 from runtime.engine_thread import RETRY_AFTER_S, UP, EngineThread
 from runtime.interface import (
@@ -45,15 +55,6 @@ from runtime.jobs import Jobs
 from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
 from runtime.rebuild import Order, Rebuilding
-from runtime.rebuild_plan import (
-    builds_ahead,
-    held_back,
-    load_key,
-    no_rebuild,
-    outage,
-    rebuild_notes,
-    refusals,
-)
 from runtime.rebuilder import SERVING
 from runtime.samples import MEASURING
 from runtime.traces import tree_traces
