@@ -1,4 +1,4 @@
-"""What an engine goes through before it serves: its first tokens, the default budget and, also when idle, the baselines.
+"""What an engine goes through before it serves: its first tokens, the default budget and, also when idle, baselines.
 
 The best budget depends on how much a verify of more rows costs here and on how much acceptance it buys, so it is
 chosen from measured step times and the drafter's measured accept lengths.

@@ -229,7 +229,8 @@ def peer_to_peer(probe: Probe) -> Finding:
         if several
         else _of_gpus(probe, "one GPU"),
         expected="peer-to-peer between all GPUs of a tensor- or expert-parallel layout",
-        remedy="switch IOMMU/ACS off in firmware (or iommu=pt), check that the driver allows peer-to-peer for this card",
+        remedy="switch IOMMU/ACS off in firmware (or iommu=pt), "
+        "check that the driver allows peer-to-peer for this card",
         source="NVML nvmlDeviceGetP2PStatus",
     )
 
