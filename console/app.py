@@ -177,7 +177,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
 
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
-        self.run_worker(self.bridge.trees(self.trees.wanted), name="trees", group="trees", exit_on_error=False)
+        self.run_worker(
+            self.bridge.trees(self.trees.wanted), name="trees", group="trees", exit_on_error=False
+        )
 
     # The view
 

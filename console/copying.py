@@ -43,4 +43,3 @@ def short(path: Path) -> str:
     with contextlib.suppress(ValueError, RuntimeError):
         return f"~/{path.relative_to(Path.home())}"
     return str(path)
-

@@ -280,9 +280,9 @@ async def _measure(
     plan: LoadPlan, target: "Target", facts: Mapping[str, Any], local: bool, progress: ProgressLine
 ) -> "LoadReport":
     """Runs all loads one after another; the energy counted is this host's, so only of what runs on it."""
-    from runtime.nvml_probe import EnergyMeter
     from runtime.load import run_load
     from runtime.load_report import LoadReport, conditions, summarise
+    from runtime.nvml_probe import EnergyMeter
 
     before = conditions(facts, len(plan.prompts))
     results: list[LoadResult] = []

@@ -75,4 +75,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-

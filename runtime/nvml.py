@@ -325,4 +325,3 @@ def _is(nvml: Any, error: Exception, *names: str) -> bool:
 
 def _uuid(nvml: Any, handle: Any) -> str | None:
     return attempt(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
-

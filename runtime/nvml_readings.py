@@ -18,6 +18,7 @@ ALL_LINKS = 0xFFFFFFFF
 KIB = 1024
 OwnPids = Callable[[], frozenset[int]]
 
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One call, or a pair of them, for one or two fields of a GpuSample."""

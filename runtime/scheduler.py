@@ -29,7 +29,7 @@ class Prefix:
 
 
 class PrefixCache:
-    """Finished requests' prefixes, kept in their slots until those are needed; the least recently used one goes first."""
+    """Finished requests' prefixes, kept in their slots until those are needed; the least recently used goes first."""
 
     def __init__(self) -> None:
         self._entries: list[Prefix] = []

@@ -163,7 +163,10 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
             await wait_ready(runtime)  # type: ignore[arg-type]
         with ProgressLine() as line:
             report = await race(
-                runtime, plan, Ledger(user_home("state") / "tune", fresh=fresh), lambda _share, text: line(text)
+                runtime,
+                plan,
+                Ledger(user_home("state") / "tune", fresh=fresh),
+                lambda _share, text: line(text),
             )
         if not apply:
             return report

@@ -67,7 +67,9 @@ def judge(words: str, check: Callable[[bool], Coroutine[Any, Any, dict[str, Any]
     `check` is given whether to measure everything anew. Exits with 3 where the load average is too high to measure.
     """
     options = argparse.ArgumentParser(description=words)
-    options.add_argument("--fresh", action="store_true", help="do not go on with what a stopped check measured")
+    options.add_argument(
+        "--fresh", action="store_true", help="do not go on with what a stopped check measured"
+    )
     options.add_argument("--busy", action="store_true", help="measure although the machine is not idle")
     options.add_argument("--output", type=Path, help="write the result as JSON here too")
     given = options.parse_args()

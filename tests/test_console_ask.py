@@ -331,7 +331,9 @@ async def test_a_real_engine_says_the_same_in_both_modes_at_a_temperature_and_sh
             driven.app.trees.follow(speculative.request_id)
             await driven.until(lambda: driven.app.trees.shown is not None, "a tree")
             await driven.press("h", "h")
-            assert driven.app.trees.shown.mode == "tree" and "of budget 8 used" in driven.text("#tree_summary")
+            assert driven.app.trees.shown.mode == "tree" and "of budget 8 used" in driven.text(
+                "#tree_summary"
+            )
     finally:
         await runtime.aclose()
 

@@ -10,8 +10,8 @@ from fake_runtime import FakeRuntime
 
 from runtime.http_security import Keys
 from runtime.http_server import create_app
-from runtime.listener import ServerSettings
 from runtime.interface import EngineState
+from runtime.listener import ServerSettings
 
 PAGE = "https://page.example"
 
