@@ -143,7 +143,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         return self._screens["Snapshots"]
 
     @property
-    def tree(self) -> TreeScreen:
+    def trees(self) -> TreeScreen:
         return self._screens["Tree"]
 
     async def on_mount(self) -> None:
@@ -291,7 +291,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self.snapshots.saved()
 
     def on_trees_arrived(self, event: TreesArrived) -> None:
-        self.tree.arrived(event)
+        self.trees.arrived(event)
 
     def on_told(self, event: messages.Told) -> None:
         self._notice(event.text, event.bad)

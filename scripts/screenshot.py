@@ -86,7 +86,7 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
         await reached(pilot, app, lambda: len(app.prompt.conversation.turns[-1].pieces) > 60, ANSWER_S)
         save("console-prompt.svg")
         await pilot.press("2", "space")
-        await reached(pilot, app, lambda: app.tree.shown is not None, ANSWER_S)
+        await reached(pilot, app, lambda: app.trees.shown is not None, ANSWER_S)
         save("console-tree.svg")
         await pilot.press("1")
         await pilot.pause(1.0)
