@@ -30,7 +30,7 @@ QUESTION = "Write a Python function that checks whether a word is a palindrome, 
 LOAD_S = 300.0
 ANSWER_S = 120.0
 BENCH_S = 600.0
-TREE_BUDGET = 15
+TREE_BUDGET, MAX_TOKENS = 15, 200
 BENCH = Load(tree_budgets=f"4,8,{TREE_BUDGET}", prompts_per_kind="1", max_tokens="32", repetitions="2")
 SETTLE_S = 3.0
 """Seconds in which a screen reads its files."""
@@ -126,7 +126,7 @@ async def main(folder: Path, size: tuple[int, int]) -> None:
 
 
 async def pictures(folder: Path, size: tuple[int, int]) -> None:
-    resolved = resolve({})
+    resolved = resolve({"max_tokens": MAX_TOKENS})
     runtime = await open_runtime(resolved.config, origins=resolved.origins)
     try:
         for path in await take(runtime, folder, size):
