@@ -31,7 +31,13 @@ LOAD_S = 300.0
 ANSWER_S = 120.0
 BENCH_S = 600.0
 TREE_BUDGET, MAX_TOKENS = 15, 200
-BENCH = Load(tree_budgets=f"4,8,{TREE_BUDGET}", prompts_per_kind="1", max_tokens="32", repetitions="2")
+BENCH = Load(
+    modes="off,tree",
+    tree_budgets=f"8,{TREE_BUDGET}",
+    prompts_per_kind="1",
+    max_tokens="24",
+    repetitions="1",
+)
 SETTLE_S = 3.0
 """Seconds in which a screen reads its files."""
 
