@@ -1,0 +1,386 @@
+"""Triton kernels of a forward pass over tree rows: norm and product, rotation and slot write, attention, heads.
+
+Rows of a batch are `[batch, rows]` flattened, the same number of rows for each sequence; what does not count of a
+sequence (`row >= size`) is computed and never read. Nothing is read back and no shape depends on a length, so the
+calls can be captured in a CUDA graph. Plain references are `runtime/fused.py`, `attention.py`, `noise.py` and
+`sampling.py`; tests hold each kernel against them, on a CPU through Triton's interpreter.
+
+Rotated pairs stand side by side, as `fused.FusedStack` lays the weights out at load.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SCRATCH = tl.constexpr(64)
+"""Slots behind the allocator's, for rows that do not count; also the most rows of a tree."""
+
+
+@triton.jit
+def stamp(stamps, at: tl.constexpr, TIMED: tl.constexpr):
+    """Notes the device's clock, nanoseconds, in `stamps[at]`."""
+    if TIMED:
+        if tl.program_id(0) == 0:
+            tl.store(stamps + at, tl.extra.cuda.globaltimer())
+
+
+@triton.jit
+def _product(
+    x, w, source, live, n, columns, norm, K, eps,
+    NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`rms(x) * norm @ w.T` of one tile, float32; the norm's scale is taken while the product runs."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN:
+            a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None], other=0.0)
+            b = tl.load(w + n[:, None] * K + k[None, :], mask=columns[:, None], other=0.0)
+        else:
+            inside = k < K
+            a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+            b = tl.load(w + n[:, None] * K + k[None, :], mask=columns[:, None] & inside[None, :], other=0.0)
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+            a = (wide * gain[None, :]).to(a.dtype)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    if NORM:
+        total = total * tl.rsqrt(squares / K + eps)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, w, out, norm, bias, residual, rows, tap, M, N, K, tap_stride, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, TAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`out [M, N] = rms(x) @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
+
+    `TAP` also writes the result to `tap [M, tap_stride]`.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    source = m
+    if GATHER:
+        source = tl.load(rows + m, mask=live, other=0)
+    total = _product(x, w, source, live, n, columns, norm, K, eps, NORM, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    here = live[:, None] & columns[None, :]
+    if BIAS:
+        total += tl.load(bias + n, mask=columns, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        total += tl.load(residual + m[:, None] * N + n[None, :], mask=here, other=0.0).to(tl.float32)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + m[:, None] * N + n[None, :], result, mask=here)
+    if TAP:
+        tl.store(tap + m[:, None] * tap_stride + n[None, :], result, mask=here)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_kernel(
+    x, w, out, norm, M, N, K, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = rms(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < K) | EVEN
+        a = tl.load(x + m[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        wanted = columns[:, None] & inside[None, :]
+        g = tl.load(w + n[:, None] * K + k[None, :], mask=wanted, other=0.0)
+        u = tl.load(w + (N + n)[:, None] * K + k[None, :], mask=wanted, other=0.0)
+        wide = a.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        a = (wide * gain[None, :]).to(a.dtype)
+        gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
+        up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+    scale = tl.rsqrt(squares / K + eps)[:, None]
+    gate, up = gate * scale, up * scale
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(
+        out + m[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=live[:, None] & columns[None, :]
+    )
+
+
+@triton.jit
+def _rotated(even, odd, cos, sin, position, i, D: tl.constexpr):
+    """One rotation for all heads of a row; tables `[positions, D / 2]` (RoFormer, eq. 34)."""
+    c = tl.load(cos + position * (D // 2) + i)[None, :]
+    s = tl.load(sin + position * (D // 2) + i)[None, :]
+    return even * c - odd * s, even * s + odd * c
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rotate_store_kernel(
+    qkv, norms, cos, sin, keys, values, committed, slot_start, depths, size, rows, width, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
+    HEADS_P2: tl.constexpr, KV_P2: tl.constexpr,
+):  # fmt: skip
+    """Rotates queries in place and stores keys and values of row `r` at slot `slot_start + committed + r`.
+
+    `qkv [batch * rows, heads + 2 * kv_heads, D]`, caches `[kv_heads, width, D]`; a row at or beyond `size` of its
+    sequence goes to the last `SCRATCH` slots. Positions are `committed + depths [batch, rows]`.
+    """
+    row = tl.program_id(0)
+    b, r = row // rows, row % rows
+    start = tl.load(committed + b)
+    position = start + tl.load(depths + row)
+    slot = tl.where(r < tl.load(size + b), tl.load(slot_start + b) + start + r, width - SCRATCH + r)
+    head_stride = width.to(tl.int64) * D
+    TURNED: tl.constexpr = HEADS + KV_HEADS
+    h, i = tl.arange(0, HEADS_P2), tl.arange(0, D // 2)
+    base = qkv + row * (TURNED + KV_HEADS) * D
+    here = (h < TURNED)[:, None]
+    spot = h[:, None] * D + 2 * i[None, :]
+    even = tl.load(base + spot, mask=here, other=0.0).to(tl.float32)
+    odd = tl.load(base + spot + 1, mask=here, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / D + eps)[:, None]
+        even = even * scale * tl.load(norms + spot, mask=here, other=0.0).to(tl.float32)
+        odd = odd * scale * tl.load(norms + spot + 1, mask=here, other=0.0).to(tl.float32)
+    real, imaginary = _rotated(even, odd, cos, sin, position, i, D)
+    real, imaginary = real.to(qkv.dtype.element_ty), imaginary.to(qkv.dtype.element_ty)
+    query = (h < HEADS)[:, None]
+    tl.store(base + spot, real, mask=query)
+    tl.store(base + spot + 1, imaginary, mask=query)
+    key = here & (h >= HEADS)[:, None]
+    place = (h - HEADS)[:, None] * head_stride + slot * D + 2 * i[None, :]
+    tl.store(keys + place, real, mask=key)
+    tl.store(keys + place + 1, imaginary, mask=key)
+    v, d = tl.arange(0, KV_P2), tl.arange(0, D)
+    mine = (v < KV_HEADS)[:, None]
+    value = tl.load(base + (TURNED + v)[:, None] * D + d[None, :], mask=mine, other=0.0)
+    tl.store(values + v[:, None] * head_stride + slot * D + d[None, :], value, mask=mine)
+
+
+@triton.jit(do_not_specialize=["block"])
+def context_store_kernel(
+    context, norms, cos, sin, keys, values, committed, kept, slot_start, block, width, eps,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KV_P2: tl.constexpr,
+):  # fmt: skip
+    """Stores the drafter's keys and values of newly committed tokens: `kept [batch]` of them end at `committed`.
+
+    `context [batch * block, LAYERS * 2 * kv_heads * D]`, `norms [LAYERS, D]`, caches `[LAYERS, kv_heads, width, D]`.
+    """
+    row, layer = tl.program_id(0), tl.program_id(1)
+    b, d = row // block, row % block
+    count = tl.load(kept + b)
+    if d < count:
+        position = tl.load(committed + b) - count + d
+        slot = tl.load(slot_start + b) + position
+        head_stride = width.to(tl.int64) * D
+        h, i = tl.arange(0, KV_P2), tl.arange(0, D // 2)
+        mine = (h < KV_HEADS)[:, None]
+        base = context + row * (LAYERS * 2 * KV_HEADS * D) + layer * (2 * KV_HEADS * D)
+        spot = h[:, None] * D + 2 * i[None, :]
+        even = tl.load(base + spot, mask=mine, other=0.0).to(tl.float32)
+        odd = tl.load(base + spot + 1, mask=mine, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / D + eps)[:, None]
+        even = even * scale * tl.load(norms + layer * D + 2 * i).to(tl.float32)[None, :]
+        odd = odd * scale * tl.load(norms + layer * D + 2 * i + 1).to(tl.float32)[None, :]
+        real, imaginary = _rotated(even, odd, cos, sin, position, i, D)
+        place = layer * KV_HEADS * head_stride + h[:, None] * head_stride + slot * D + 2 * i[None, :]
+        tl.store(keys + place, real.to(keys.dtype.element_ty), mask=mine)
+        tl.store(keys + place + 1, imaginary.to(keys.dtype.element_ty), mask=mine)
+        for part in tl.static_range(2):
+            value = tl.load(base + KV_HEADS * D + spot + part, mask=mine, other=0.0)
+            tl.store(values + place + part, value, mask=mine)
+
+
+@triton.jit(do_not_specialize=["rows", "total_rows"])
+def tree_attention_kernel(
+    qkv, keys, values, bits, committed, size, slot_start, out, partial, lse, rows, width, total_rows, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Attention of all rows over the committed prefix and, by ancestor bits, over the rows of their own tree.
+
+    The query heads of one KV head are packed into its rows. A prefix is cut into `SPLITS` ranges, read from the
+    lengths on the device. `bits [batch, rows]` has bit j set where the row may see row j. With one split the result
+    goes to `out [rows, heads * D]`, else to `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
+    """
+    b, kv_head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    packed = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    r, head = packed // GROUP, kv_head * GROUP + packed % GROUP
+    live = r < rows
+    row = b * rows + r
+    d = tl.arange(0, D)
+    q = tl.load(qkv + row[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D + d[None, :],
+                mask=live[:, None], other=0.0)  # fmt: skip
+    word = tl.load(bits + row, mask=live, other=0)
+    length = tl.load(committed + b)
+    seen = length + tl.load(size + b)
+    chunk = tl.cdiv(tl.cdiv(seen, SPLITS), BLOCK_KV) * BLOCK_KV
+    low = split * chunk
+    high = tl.minimum(seen, low + chunk)
+    first = kv_head.to(tl.int64) * width + tl.load(slot_start + b)
+    most = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    norm = tl.zeros((BLOCK_Q,), tl.float32)
+    total = tl.zeros((BLOCK_Q, D), tl.float32)
+    for start in range(low, high, BLOCK_KV):
+        p = start + tl.arange(0, BLOCK_KV)
+        there = p < high
+        spot = (first + p)[:, None] * D + d[None, :]
+        k = tl.load(keys + spot, mask=there[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        node = p - length
+        sees = (word[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
+        scores = tl.where(((node < 0)[None, :] | (sees == 1)) & there[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - anchor[:, None])
+        fade = tl.exp2(most - anchor)
+        norm = norm * fade + tl.sum(weights, 1)
+        v = tl.load(values + spot, mask=there[:, None], other=0.0)
+        total = tl.dot(weights.to(v.dtype), v, total * fade[:, None], input_precision="ieee")
+        most = higher
+    divisor = tl.where(norm == 0.0, 1.0, norm)
+    total = total / divisor[:, None]
+    if SPLITS == 1:
+        tl.store(out + row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :],
+                 total.to(out.dtype.element_ty), mask=live[:, None])  # fmt: skip
+    else:
+        spot = (split * total_rows + row) * HEADS + head
+        tl.store(partial + spot[:, None] * D + d[None, :], total, mask=live[:, None])
+        tl.store(lse + spot, tl.where(norm == 0.0, float("-inf"), most + tl.log2(divisor)), mask=live)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def combine_kernel(
+    partial, lse, out, total_rows, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, HEADS_P2: tl.constexpr
+):
+    """Joins the splits of `tree_attention_kernel` into `out [rows, heads * D]`."""
+    row = tl.program_id(0)
+    h, d = tl.arange(0, HEADS_P2), tl.arange(0, D)
+    mine = h < HEADS
+    most = tl.full((HEADS_P2,), float("-inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
+        spot = (split * total_rows + row) * HEADS + h
+        most = tl.maximum(most, tl.load(lse + spot, mask=mine, other=float("-inf")))
+    anchor = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.zeros((HEADS_P2, D), tl.float32)
+    norm = tl.zeros((HEADS_P2,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        spot = (split * total_rows + row) * HEADS + h
+        weight = tl.exp2(tl.load(lse + spot, mask=mine, other=float("-inf")) - anchor)
+        part = tl.load(partial + spot[:, None] * D + d[None, :], mask=mine[:, None], other=0.0)
+        total += weight[:, None] * part
+        norm += weight
+    total = total / tl.where(norm == 0.0, 1.0, norm)[:, None]
+    tl.store(out + row * (HEADS * D) + h[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=mine[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "mask_id"])
+def embed_kernel(
+    ids, embedding, out, stamps, rows, mask_id,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Embeddings `[batch * rows, WIDTH]` of `ids [batch, rows]`; `MASKED`: of a draft block, `ids [batch]` its root."""
+    row = tl.program_id(0)
+    stamp(stamps, 0, TIMED)
+    if MASKED:
+        token = tl.where(row % rows == 0, tl.load(ids + row // rows), mask_id)
+    else:
+        token = tl.load(ids + row)
+    i = tl.arange(0, BLOCK)
+    vector = tl.load(embedding + token.to(tl.int64) * WIDTH + i, mask=i < WIDTH, other=0.0)
+    tl.store(out + row * WIDTH + i, vector, mask=i < WIDTH)
+
+
+@triton.jit(do_not_specialize=["depths"])
+def noise_kernel(noise, seeds, committed, temperature, depths, vocab, BLOCK: tl.constexpr):
+    """Gumbel noise `[batch, depths, vocab]` of the tokens at positions `committed + 1 + depth`; none where greedy."""
+    row = tl.program_id(0)
+    b, depth = row // depths, row % depths
+    if tl.load(temperature + b) > 0.0:
+        group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        position = tl.zeros((BLOCK,), tl.int32) + (tl.load(committed + b) + 1 + depth)
+        zero = tl.zeros((BLOCK,), tl.int32)
+        words = tl.philox(tl.load(seeds + b), group, position, zero, zero)
+        for part in tl.static_range(4):
+            word = words[part].to(tl.uint32, bitcast=True)
+            uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+            token = group * 4 + part
+            tl.store(noise + row.to(tl.int64) * vocab + token, -tl.log(-tl.log(uniform)), mask=token < vocab)
+
+
+@triton.jit
+def _noisy(total, temperature, noise, m, b, depth, live, n, columns, depths, vocab, SHARED: tl.constexpr):
+    """Scores `logits / T + g` of rows that sample; greedy rows keep their logits."""
+    t = tl.load(temperature + b, mask=live, other=0.0)[:, None]
+    scores = total / tl.where(t > 0.0, t, 1.0)
+    if SHARED:
+        spot = (b * depths + depth).to(tl.int64)[:, None] * vocab + n[None, :]
+        g = tl.load(noise + spot, mask=live[:, None] & columns[None, :] & (t > 0.0), other=0.0)
+        scores += g
+    return scores
+
+
+@triton.jit(do_not_specialize=["M", "rows", "depths"])
+def choose_kernel(
+    x, w, norm, noise, temperature, node_depths, best, ids, M, rows, depths, vocab, K, eps,
+    NOISY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Best score and token of one vocabulary tile for each row, `[tiles, M]`; ties to the lowest token id."""
+    tile = tl.program_id(0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < vocab
+    scores = _product(x, w, m, live, n, columns, norm, K, eps, True, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    if NOISY:
+        depth = tl.load(node_depths + m, mask=live, other=0)
+        scores = _noisy(scores, temperature, noise, m, m // rows, depth, live, n, columns, depths, vocab, True)
+    scores = tl.where(columns[None, :], scores, float("-inf"))
+    value, index = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + tile * M + m, value, mask=live)
+    tl.store(ids + tile * M + m, tile * BLOCK_N + index, mask=live)
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def chosen_kernel(best, ids, chosen, M, tiles, TILES_P2: tl.constexpr):
+    """The token of the highest score over all tiles, `chosen [M]`."""
+    row, tile = tl.program_id(0), tl.arange(0, TILES_P2)
+    value = tl.load(best + tile * M + row, mask=tile < tiles, other=float("-inf"))
+    token = tl.load(ids + tile * M + row, mask=tile < tiles, other=0)
+    tl.store(chosen + row, tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0))
+
+
+@triton.jit(do_not_specialize=["M", "horizon"])
+def draft_kernel(
+    x, w, norm, noise, temperature, scores, tile_max, tile_sum, M, horizon, vocab, K, eps,
+    NOISY: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Draft scores `[batch * horizon, vocab]` with each tile's maximum and sum of exponentials, `[tiles, M]`.
+
+    `x [batch * (horizon + 1), K]`: position 0 of a block, the root, predicts nothing. `SHARED` adds the verifier's
+    noise.
+    """
+    tile = tl.program_id(0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < vocab
+    b, depth = m // horizon, m % horizon
+    source = b * (horizon + 1) + 1 + depth
+    total = _product(x, w, source, live, n, columns, norm, K, eps, True, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    if NOISY:
+        total = _noisy(total, temperature, noise, m, b, depth, live, n, columns, horizon + 1, vocab, SHARED)
+    tl.store(scores + m.to(tl.int64)[:, None] * vocab + n[None, :], total, mask=live[:, None] & columns[None, :])
+    total = tl.where(columns[None, :], total, float("-inf"))
+    most = tl.max(total, 1)
+    tl.store(tile_max + tile * M + m, most, mask=live)
+    tl.store(tile_sum + tile * M + m, tl.sum(tl.exp(total - most[:, None]), 1), mask=live)
