@@ -1,4 +1,4 @@
-"""Triton kernels of a forward pass over tree rows: norm and product, rotation and slot write, attention, heads.
+"""Triton kernels of a forward pass over tree rows: products with the norms around them, rotation and slot write, attention, heads.
 
 Rows of a batch are `[batch, rows]` flattened, the same number of rows for each sequence; what does not count of a
 sequence (`row >= size`) is computed and never read. Nothing is read back and no shape depends on a length, so the
@@ -26,73 +26,106 @@ def stamp(stamps, at: tl.constexpr, TIMED: tl.constexpr):
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """Waits for the kernel before, where this one was let start early, and lets the next one start early."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch(w, n, N, K, PDL: tl.constexpr):
+    """Asks for the first columns of weight rows `n` while the kernel before still runs: nothing writes weights."""
+    if PDL:
+        lines = 64 * tl.arange(0, 16)
+        for start in range(0, min(K, 2048), 1024):
+            spot = w + tl.minimum(n, N - 1)[:, None] * K + tl.minimum(start + lines, K - 1)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [spot.to(tl.uint64, bitcast=True)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
 def _product(
-    x, w, source, live, n, columns, norm, K, eps,
-    NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x, w, source, live, n, columns, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`rms(x) * norm @ w.T` of one tile, float32; the norm's scale is taken while the product runs."""
+    """One tile of `x @ w.T`, float32."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        if EVEN:
-            a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None], other=0.0)
-            b = tl.load(w + n[:, None] * K + k[None, :], mask=columns[:, None], other=0.0)
-        else:
-            inside = k < K
-            a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-            b = tl.load(w + n[:, None] * K + k[None, :], mask=columns[:, None] & inside[None, :], other=0.0)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-            a = (wide * gain[None, :]).to(a.dtype)
+        inside = (k < K) | EVEN
+        a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        b = tl.load(w + n[:, None] * K + k[None, :], mask=columns[:, None] & inside[None, :], other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
-    if NORM:
-        total = total * tl.rsqrt(squares / K + eps)[:, None]
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
-def linear_kernel(
-    x, w, out, norm, bias, residual, rows, tap, M, N, K, tap_stride, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, TAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """`out [M, N] = rms(x) @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
+@triton.jit
+def _row_scale(squares, rows, live, tiles, K, eps, TILES: tl.constexpr):
+    """`1 / rms` of rows whose sums of squares stand in the first `tiles` entries of `squares [rows, TILES]`."""
+    tile = tl.arange(0, TILES)
+    there = live[:, None] & (tile < tiles)[None, :]
+    parts = tl.load(squares + rows[:, None] * TILES + tile[None, :], mask=there, other=0.0)
+    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
 
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def linear_kernel(
+    x, w, out, squares, bias, residual, rows, gain, scaled, squares_out, tap, M, N, K, tiles, tap_stride, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, NEXT: tl.constexpr,
+    TAP: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`out [M, N] = x @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
+
+    RMS norm is split between the products around it: `NEXT` also writes `scaled = out * gain`, the gain of the norm
+    that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
     `TAP` also writes the result to `tap [M, tap_stride]`.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < N
+    _prefetch(w, n, N, K, PDL)
+    begin(PDL)
     source = m
     if GATHER:
         source = tl.load(rows + m, mask=live, other=0)
-    total = _product(x, w, source, live, n, columns, norm, K, eps, NORM, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    total = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     here = live[:, None] & columns[None, :]
+    spot = m[:, None] * N + n[None, :]
+    if NORM:
+        total *= _row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
     if BIAS:
         total += tl.load(bias + n, mask=columns, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
-        total += tl.load(residual + m[:, None] * N + n[None, :], mask=here, other=0.0).to(tl.float32)
+        total += tl.load(residual + spot, mask=here, other=0.0).to(tl.float32)
     result = total.to(out.dtype.element_ty)
-    tl.store(out + m[:, None] * N + n[None, :], result, mask=here)
+    tl.store(out + spot, result, mask=here)
     if TAP:
         tl.store(tap + m[:, None] * tap_stride + n[None, :], result, mask=here)
+    if NEXT:
+        wide = tl.where(here, result.to(tl.float32), 0.0)
+        factor = tl.load(gain + n, mask=columns, other=0.0).to(tl.float32)
+        tl.store(scaled + spot, (wide * factor[None, :]).to(out.dtype.element_ty), mask=here)
+        tl.store(squares_out + m * TILES + tl.program_id(0), tl.sum(wide * wide, 1), mask=live)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tiles"])
 def gated_kernel(
-    x, w, out, norm, M, N, K, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = rms(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
+    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = norm(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < N
+    _prefetch(w, n, N, K, PDL)
+    _prefetch(w, N + n, 2 * N, K, PDL)
+    begin(PDL)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (k < K) | EVEN
@@ -100,18 +133,13 @@ def gated_kernel(
         wanted = columns[:, None] & inside[None, :]
         g = tl.load(w + n[:, None] * K + k[None, :], mask=wanted, other=0.0)
         u = tl.load(w + (N + n)[:, None] * K + k[None, :], mask=wanted, other=0.0)
-        wide = a.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-        a = (wide * gain[None, :]).to(a.dtype)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
-    scale = tl.rsqrt(squares / K + eps)[:, None]
+    scale = _row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
     gate, up = gate * scale, up * scale
     result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(
-        out + m[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=live[:, None] & columns[None, :]
-    )
+    here = live[:, None] & columns[None, :]
+    tl.store(out + m[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -126,13 +154,14 @@ def _rotated(even, odd, cos, sin, position, i, D: tl.constexpr):
 def rotate_store_kernel(
     qkv, norms, cos, sin, keys, values, committed, slot_start, depths, size, rows, width, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
-    HEADS_P2: tl.constexpr, KV_P2: tl.constexpr,
+    HEADS_P2: tl.constexpr, KV_P2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotates queries in place and stores keys and values of row `r` at slot `slot_start + committed + r`.
 
     `qkv [batch * rows, heads + 2 * kv_heads, D]`, caches `[kv_heads, width, D]`; a row at or beyond `size` of its
     sequence goes to the last `SCRATCH` slots. Positions are `committed + depths [batch, rows]`.
     """
+    begin(PDL)
     row = tl.program_id(0)
     b, r = row // rows, row % rows
     start = tl.load(committed + b)
@@ -168,12 +197,13 @@ def rotate_store_kernel(
 @triton.jit(do_not_specialize=["block"])
 def context_store_kernel(
     context, norms, cos, sin, keys, values, committed, kept, slot_start, block, width, eps,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KV_P2: tl.constexpr,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KV_P2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores the drafter's keys and values of newly committed tokens: `kept [batch]` of them end at `committed`.
 
     `context [batch * block, LAYERS * 2 * kv_heads * D]`, `norms [LAYERS, D]`, caches `[LAYERS, kv_heads, width, D]`.
     """
+    begin(PDL)
     row, layer = tl.program_id(0), tl.program_id(1)
     b, d = row // block, row % block
     count = tl.load(kept + b)
@@ -203,7 +233,7 @@ def context_store_kernel(
 def tree_attention_kernel(
     qkv, keys, values, bits, committed, size, slot_start, out, partial, lse, rows, width, total_rows, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of all rows over the committed prefix and, by ancestor bits, over the rows of their own tree.
 
@@ -211,6 +241,7 @@ def tree_attention_kernel(
     lengths on the device. `bits [batch, rows]` has bit j set where the row may see row j. With one split the result
     goes to `out [rows, heads * D]`, else to `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
     """
+    begin(PDL)
     b, kv_head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     packed = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -260,9 +291,10 @@ def tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["total_rows"])
 def combine_kernel(
-    partial, lse, out, total_rows, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, HEADS_P2: tl.constexpr
+    partial, lse, out, total_rows, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, HEADS_P2: tl.constexpr, PDL: tl.constexpr
 ):
     """Joins the splits of `tree_attention_kernel` into `out [rows, heads * D]`."""
+    begin(PDL)
     row = tl.program_id(0)
     h, d = tl.arange(0, HEADS_P2), tl.arange(0, D)
     mine = h < HEADS
@@ -285,10 +317,15 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["rows", "mask_id"])
 def embed_kernel(
-    ids, embedding, out, stamps, rows, mask_id,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TIMED: tl.constexpr,
+    ids, embedding, out, gain, scaled, squares, stamps, rows, mask_id,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    MASKED: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Embeddings `[batch * rows, WIDTH]` of `ids [batch, rows]`; `MASKED`: of a draft block, `ids [batch]` its root."""
+    """Embeddings `[batch * rows, WIDTH]` of `ids [batch, rows]`; `MASKED`: of a draft block, `ids [batch]` its root.
+
+    `scaled` and one entry of `squares` prepare the norm that follows, as in `linear_kernel`.
+    """
+    begin(PDL)
     row = tl.program_id(0)
     stamp(stamps, 0, TIMED)
     if MASKED:
@@ -298,11 +335,16 @@ def embed_kernel(
     i = tl.arange(0, BLOCK)
     vector = tl.load(embedding + token.to(tl.int64) * WIDTH + i, mask=i < WIDTH, other=0.0)
     tl.store(out + row * WIDTH + i, vector, mask=i < WIDTH)
+    wide = vector.to(tl.float32)
+    factor = tl.load(gain + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    tl.store(scaled + row * WIDTH + i, (wide * factor).to(out.dtype.element_ty), mask=i < WIDTH)
+    tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
 
 
 @triton.jit(do_not_specialize=["depths"])
-def noise_kernel(noise, seeds, committed, temperature, depths, vocab, BLOCK: tl.constexpr):
+def noise_kernel(noise, seeds, committed, temperature, depths, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Gumbel noise `[batch, depths, vocab]` of the tokens at positions `committed + 1 + depth`; none where greedy."""
+    begin(PDL)
     row = tl.program_id(0)
     b, depth = row // depths, row % depths
     if tl.load(temperature + b) > 0.0:
@@ -329,18 +371,21 @@ def _noisy(total, temperature, noise, m, b, depth, live, n, columns, depths, voc
     return scores
 
 
-@triton.jit(do_not_specialize=["M", "rows", "depths"])
+@triton.jit(do_not_specialize=["M", "rows", "depths", "parts"])
 def choose_kernel(
-    x, w, norm, noise, temperature, node_depths, best, ids, M, rows, depths, vocab, K, eps,
-    NOISY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x, w, squares, noise, temperature, node_depths, best, ids, M, rows, depths, vocab, K, parts, eps,
+    NOISY: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Best score and token of one vocabulary tile for each row, `[tiles, M]`; ties to the lowest token id."""
     tile = tl.program_id(0)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < vocab
-    scores = _product(x, w, m, live, n, columns, norm, K, eps, True, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    _prefetch(w, n, vocab, K, PDL)
+    begin(PDL)
+    scores = _product(x, w, m, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    scores *= _row_scale(squares, m, live, parts, K, eps, TILES)[:, None]
     if NOISY:
         depth = tl.load(node_depths + m, mask=live, other=0)
         scores = _noisy(scores, temperature, noise, m, m // rows, depth, live, n, columns, depths, vocab, True)
@@ -351,19 +396,20 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "tiles"])
-def chosen_kernel(best, ids, chosen, M, tiles, TILES_P2: tl.constexpr):
+def chosen_kernel(best, ids, chosen, M, tiles, TILES_P2: tl.constexpr, PDL: tl.constexpr):
     """The token of the highest score over all tiles, `chosen [M]`."""
+    begin(PDL)
     row, tile = tl.program_id(0), tl.arange(0, TILES_P2)
     value = tl.load(best + tile * M + row, mask=tile < tiles, other=float("-inf"))
     token = tl.load(ids + tile * M + row, mask=tile < tiles, other=0)
     tl.store(chosen + row, tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0))
 
 
-@triton.jit(do_not_specialize=["M", "horizon"])
+@triton.jit(do_not_specialize=["M", "horizon", "parts"])
 def draft_kernel(
-    x, w, norm, noise, temperature, scores, tile_max, tile_sum, M, horizon, vocab, K, eps,
-    NOISY: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x, w, squares, noise, temperature, scores, tile_max, tile_sum, M, horizon, vocab, K, parts, eps,
+    NOISY: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draft scores `[batch * horizon, vocab]` with each tile's maximum and sum of exponentials, `[tiles, M]`.
 
@@ -374,9 +420,12 @@ def draft_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < vocab
+    _prefetch(w, n, vocab, K, PDL)
+    begin(PDL)
     b, depth = m // horizon, m % horizon
     source = b * (horizon + 1) + 1 + depth
-    total = _product(x, w, source, live, n, columns, norm, K, eps, True, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    total = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    total *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
     if NOISY:
         total = _noisy(total, temperature, noise, m, b, depth, live, n, columns, horizon + 1, vocab, SHARED)
     tl.store(scores + m.to(tl.int64)[:, None] * vocab + n[None, :], total, mask=live[:, None] & columns[None, :])

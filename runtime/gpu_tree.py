@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from runtime.gpu_kernels import stamp
+from runtime.gpu_kernels import begin, stamp
 
 
 @triton.jit
@@ -31,8 +31,9 @@ def _value(key):
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def top_scores_kernel(scores, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.constexpr):
+def top_scores_kernel(scores, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):
     """Keys of the `KEEP` best of each chunk of `scores [rows, length]`, best first, `[rows, chunks * KEEP]`."""
+    begin(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, CHUNK)
     index = chunk * CHUNK + lane
@@ -42,8 +43,9 @@ def top_scores_kernel(scores, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def top_keys_kernel(keys, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.constexpr):
+def top_keys_kernel(keys, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):
     """`top_scores_kernel` over keys `[rows, length]`."""
+    begin(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, CHUNK)
     index = chunk * CHUNK + lane
@@ -59,7 +61,7 @@ def tree_kernel(
     work_scores, work_order, work_places,
     tokens, parents, depths, log_probs, bits, size, stamps, rows,
     BATCH: tl.constexpr, LEVELS: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    ALL: tl.constexpr, ROWS_P2: tl.constexpr, TILES_P2: tl.constexpr, TIMED: tl.constexpr,
+    ALL: tl.constexpr, ROWS_P2: tl.constexpr, TILES_P2: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The exact best-first tree of each sequence: `budget` nodes of the `rows - 1` there is room for.
 
@@ -68,6 +70,7 @@ def tree_kernel(
     (rank + 1) * (place + 1) <= rows - 1, all that can be among the best so many; rank -1 pads. Invalid nodes come last,
     see themselves alone and have parent 0. `chain [batch]` keeps rank 0 only.
     """
+    begin(PDL)
     b = tl.program_id(0)
     stamp(stamps, 1, TIMED)
     lane = tl.arange(0, WIDTH)
@@ -135,8 +138,9 @@ def tree_kernel(
 
 
 @triton.jit
-def root_kernel(root, active, tokens, parents, depths, log_probs, bits, size, stamps, TIMED: tl.constexpr):
+def root_kernel(root, active, tokens, parents, depths, log_probs, bits, size, stamps, TIMED: tl.constexpr, PDL: tl.constexpr):
     """Trees of the root alone: plain decoding."""
+    begin(PDL)
     b = tl.program_id(0)
     stamp(stamps, 0, TIMED)
     stamp(stamps, 1, TIMED)
@@ -153,7 +157,7 @@ def root_kernel(root, active, tokens, parents, depths, log_probs, bits, size, st
 def accept_kernel(
     tokens, parents, depths, log_probs, bits, size, chosen,
     root, committed, remaining, active, block_rows, stops, path, feature_rows, kept, out, stamps, rows, block, record,
-    STOPS: tl.constexpr, ROWS_P2: tl.constexpr, BLOCK_P2: tl.constexpr, TIMED: tl.constexpr,
+    STOPS: tl.constexpr, ROWS_P2: tl.constexpr, BLOCK_P2: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Follows the target's choices from the root, cuts at the first stop token or the cap, advances the sequence.
 
@@ -162,6 +166,7 @@ def accept_kernel(
     what the host reads: accept length before the cut, kept, finish (1 stop token, 2 cap), nodes; then
     `block` emitted ids, `block` path nodes, and tokens, parents, depths, log-probability bits of all `rows` nodes.
     """
+    begin(PDL)
     b = tl.program_id(0)
     stamp(stamps, 3, TIMED)
     n = tl.arange(0, ROWS_P2)
@@ -222,12 +227,13 @@ def accept_kernel(
 @triton.jit(do_not_specialize=["block"])
 def compact_kernel(
     keys, values, committed, kept, slot_start, path, block, width,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_P2: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_P2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Moves the accepted rows to the end of the committed prefix, `kept [batch]` of them ending at `committed`.
 
     Caches `[layers, kv_heads, width, D]`; all rows of a head are read before the first is written, since they overlap.
     """
+    begin(PDL)
     b, head = tl.program_id(0), tl.program_id(1)
     d, i = tl.arange(0, BLOCK_P2), tl.arange(0, D)
     count = tl.load(kept + b)
@@ -245,6 +251,7 @@ def compact_kernel(
 
 
 @triton.jit
-def end_kernel(stamps, TIMED: tl.constexpr):
+def end_kernel(stamps, TIMED: tl.constexpr, PDL: tl.constexpr):
     """Marks the end of the round."""
+    begin(PDL)
     stamp(stamps, 5, TIMED)

@@ -197,7 +197,7 @@ def measure(name: str, contexts: list[int], sizes: list[int], out: Any, rows_lis
                             "shape": name, "batch": batch, "context": context, "rows": rows, "noisy": noisy,
                             "context_kept": context_kept, "ms_round": round(statistics.median(milliseconds), 4),
                             "ms_low": round(min(milliseconds), 4), "ms_high": round(max(milliseconds), 4),
-                            "stage_us": [round((b - a) / 1e3, 1) for a, b in zip(marks, marks[1:])],
+                            "stage_us": [round((b - a) / 1e3, 1) for a, b in zip(marks, marks[1:], strict=False)],
                             "floor_ms": round(floor, 4), "ratio": round(statistics.median(milliseconds) / floor, 3),
                             "copy_tb_s": round(bandwidth / 1e12, 3), "n": REPLAYS, **about,
                         }  # fmt: skip
