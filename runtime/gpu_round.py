@@ -213,7 +213,7 @@ class GpuRound:
         )
         self._partial = floats(parts)
         self._lse = floats(max(1, parts // min(each.shape.head_dim for each in stacks)))
-        tiles = -(-vocab // HEAD_BLOCK)
+        tiles = -(-vocab // head_block(hidden))
         self._best, self._best_ids = floats(tiles * rows), ints(tiles * rows)
         self._noise = floats(batch * self._block * vocab)
         if self._drafter is None:
@@ -246,8 +246,8 @@ class GpuRound:
         self._layers(self._drafter, batch, block, where, (), drafter.norm)
         head = models.target.decoder.head
         rows = batch * horizon
-        tiles = -(-vocab // HEAD_BLOCK)
-        blocks = _blocks(rows, *head.weight.shape)
+        tiles = -(-vocab // head_block(int(head.weight.shape[1])))
+        blocks = _blocks(rows, *head.weight.shape, "head")
         self._call(
             draft_kernel, (tiles, -(-rows // blocks["BLOCK_M"])),
             self._scaled, head.weight, self._squares, self._noise, self.temperature,
@@ -312,8 +312,8 @@ class GpuRound:
         )
         head = self._decoder.head
         width = int(head.weight.shape[1])
-        tiles = -(-target.vocab_size // HEAD_BLOCK)
-        blocks = _blocks(total, *head.weight.shape)
+        tiles = -(-target.vocab_size // head_block(width))
+        blocks = _blocks(total, *head.weight.shape, "head")
         self._call(
             choose_kernel, (tiles, -(-total // blocks["BLOCK_M"])),
             self._scaled, head.weight, self._squares, self._noise, self.temperature, self._depths,
@@ -463,15 +463,11 @@ class GpuRound:
     def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
         weight = layer.gate_up.weight
         n, k = weight.shape[0] // 2, weight.shape[1]
-        blocks = _blocks(rows, n, k, gated=True)
+        blocks = _blocks(rows, n, k, "gate")
         self._call(
             gated_kernel, _grid(rows, n, blocks),
             self._scaled, weight, self._gated, self._squares, rows, n, k, self._parts, eps, TILES=self._tiles, **blocks,
         )  # fmt: skip
-
-
-HEAD_BLOCK = 64
-"""Vocabulary entries of a tile of the head."""
 
 
 @dataclass(frozen=True)
@@ -542,29 +538,41 @@ def _grid(rows: int, n: int, blocks: dict[str, int]) -> tuple[int, int]:
     return -(-n // blocks["BLOCK_N"]), -(-rows // blocks["BLOCK_M"])
 
 
-def _blocks(rows: int, n: int, k: int, *, gated: bool = False) -> dict[str, int]:
+def head_block(k: int) -> int:
+    """Vocabulary entries of a tile of the head."""
+    return 128 if k <= 1024 else 64
+
+
+def _blocks(rows: int, n: int, k: int, kind: str = "") -> dict[str, int]:
     """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
 
-    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles.
+    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
+    which multiplies two weights at once, or "head".
     """
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    large = n * k >= 8_000_000
-    if n >= 32768:
-        block_n, block_k, stages = HEAD_BLOCK, 64, 6
-    elif large and n <= 4096 and not gated:
+    few, large = rows <= 16, n * k >= 8_000_000
+    block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
+    warps = 8 if block_m == 128 else 4
+    if kind == "head":
+        block_n, block_k, stages = head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5
+    elif large and block_m == 128:
+        block_n, block_k, stages = 128 if n > 4096 else 64, 64, 4
+    elif large and (n <= 4096 or few or (rows <= 32 and kind != "gate")):
         block_n, block_k, stages = 32, 256, 4
     elif large:
-        block_n, block_k, stages = 64, 128 if not gated else 64, 4 if not gated else 6
+        block_n, block_k, stages = 64, 128, 4
     elif rows > 64:
-        block_n, block_k, stages = 64, 64, 4
+        block_n, block_k, stages = 64 if kind == "gate" else 32, 64, 4 if kind == "gate" else 5
+    elif k <= 1024:
+        block_n, block_k, stages = 32 if few and kind == "gate" else 16, 64, 9
+        warps = 2 if few and kind != "gate" else 4
     else:
-        block_n, block_k, stages = 16, 64 if k <= 1024 else 128, 9 if k <= 1024 else 5
+        block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
     block_k = min(block_k, max(16, pow2(k)))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "EVEN": k % block_k == 0,
-        "num_warps": 4,
+        "num_warps": warps,
         "num_stages": stages,
     }
