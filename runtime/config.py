@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from layouts.user_files import user_home
 from runtime.interface import ConfigRejected
 from runtime.native_layouts import NATIVE_LAYOUTS
 from runtime.rejection import allowed, kind_of, nearest, rejection
@@ -285,12 +286,7 @@ def resolve(
 
 def default_file(env: Mapping[str, str] = os.environ) -> Path:
     """Where the configuration file is looked for when none is named."""
-    home = Path(env.get("XDG_CONFIG_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_config_path()
-    return home / "ddtree" / "config.toml"
+    return user_home("config", env) / "config.toml"
 
 
 def to_toml(config: RuntimeConfig) -> str:

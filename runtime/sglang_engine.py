@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runtime.calibrate import Calibration
+from runtime.calibrate import Calibration, prove
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, Running, Sink
 from runtime.gang_step import RemotePool
@@ -29,7 +29,6 @@ from runtime.interface import (
 )
 from runtime.kv_cache import KVCache
 from runtime.loader import Loaded, Pair, Progress, read_pair
-from runtime.proof import prove
 from runtime.round import Models
 from runtime.sequence import OutputToken, Speculation
 from runtime.sglang_arguments import launch_of

@@ -125,7 +125,7 @@ def tiny_api(tiny_folder: Path) -> Iterator[ApiServer]:
     import tiny_models
     from api_server import CONTEXT, ApiServer
 
-    from runtime.http_server import ServerSettings
+    from runtime.listener import ServerSettings
 
     config = tiny_models.tiny_config(
         tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, max_queue=64
