@@ -300,7 +300,8 @@ class Engine:
             if sequence.prefilled:
                 continue
             before, began = sequence.committed_len, time.perf_counter()
-            first = prefill(self.models, sequence, room)
+            graphs = self.loaded.graphs
+            first = graphs.prefill(sequence, room) if graphs else prefill(self.models, sequence, room)
             room -= sequence.committed_len - before
             self.prefilled_tokens += sequence.committed_len - before
             self.prefill_s += time.perf_counter() - began

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.gpu_round import CHUNK, MOST_ROWS, STAMPS, STOPS, GpuRound, Shape, batches
+from runtime.gpu_pass import MOST_ROWS
+from runtime.gpu_round import CHUNK, ROWS, STAMPS, STOPS, GpuRound, PromptShape, Shape, batches
 from runtime.noise import signed_seed
+from runtime.prefill import prefill
 from runtime.round import Models, NodeTable, Played, RoundResult, SequenceRound, extend_drafter
 from runtime.sequence import OutputToken, Sequence, Speculation
 
-ROWS = (1, 8, 16, 32, MOST_ROWS)
-"""Tree sizes, root included, that rounds are captured for; a size between runs in the next larger one."""
 FINISHES = (None, "stop", "length")
 RING = 3
 """Host buffers: one being read, one in flight, one to spare."""
@@ -49,10 +49,12 @@ class GraphRounds:
         self._cuda = models.target.device.type == "cuda"
         self._round = GpuRound(models, max_batch, positions, timed=self._cuda, chunk=chunk)
         self._batches = batches(max_batch)
-        self._graphs: dict[Shape, Callable[[], object]] = {}
+        self._graphs: dict[Shape | PromptShape, Callable[[], object]] = {}
         self._flight: _Flight | None = None
         self._rows: list[Sequence | None] = []
         self._launches = 0
+        self._reading: Callable[[], object] | None = None
+        """Waits until the device has read the last prompt chunk's host buffers."""
         words = max_batch * (4 + 2 * self._round.block + 4 * MOST_ROWS)
         self._ring = [self._pinned(words, torch.int32) for _ in range(RING)]
         self._stamps = [self._pinned(STAMPS, torch.int64) for _ in range(RING)]
@@ -60,6 +62,9 @@ class GraphRounds:
         self._seeds = self._pinned(max_batch, torch.int64)
         self._temperature = self._pinned(max_batch, torch.float32)
         self._stops = self._pinned((max_batch, STOPS), torch.int32)
+        self._prompt_state = self._pinned(6, torch.int32)
+        self._prompt_ids = self._pinned(self._round.prefills[-1], torch.int32)
+        self._first = self._pinned(1, torch.int32)
         self.capture_s = 0.0
         """Seconds spent capturing graphs so far."""
 
@@ -73,15 +78,9 @@ class GraphRounds:
         if len(batch) > self._batches[-1]:
             return f"more than {self._batches[-1]} sequences"
         for sequence, how in zip(batch, speculation, strict=True):
-            sampling = sequence.sampling
-            if sequence.logprobs is not None:
-                return "logprobs"
-            if sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens:
-                return "penalties, logit_bias or min_tokens"
-            if not sampling.greedy and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-                return "top_k, top_p or min_p"
-            if len(sampling.stop_token_ids) > STOPS:
-                return f"more than {STOPS} stop tokens"
+            why = _unusual(sequence)
+            if why is not None:
+                return why
             if _nodes(how, self._round.block) >= MOST_ROWS:
                 return f"a tree of more than {MOST_ROWS - 1} nodes"
         return None
@@ -124,6 +123,56 @@ class GraphRounds:
         return played
 
     @torch.inference_mode()
+    def prefill(self, sequence: Sequence, room: int) -> tuple[OutputToken, str | None] | None:
+        """As `prefill.prefill`: up to `room` more prompt tokens, and at the prompt's end the first token."""
+        if _unusual(sequence) is not None:
+            return prefill(self._models, sequence, room)
+        sizes = self._round.prefills
+        start = sequence.committed_len
+        end = min(sequence.prefill_len, start + min(room, sizes[-1]))
+        drafts = sequence.keeps_features and self._models.drafter is not None
+        if drafts:
+            extend_drafter(self._models, [sequence])
+        sampling = sequence.sampling
+        last = end == sequence.prefill_len and not sequence.num_outputs
+        rows = next(size for size in sizes if size >= end - start)
+        graph = self._graph(PromptShape(rows, last, last and not sampling.greedy, drafts))
+        if self._reading is not None:
+            self._reading()
+        self._prompt_state.numpy()[:] = (
+            start,
+            end,
+            sequence.extent.start,
+            end - start,
+            end - start - 1,
+            end - 1,
+        )
+        self._prompt_ids.numpy()[: end - start] = sequence.token_ids[start:end]
+        device = self._round
+        device.prompt_state.copy_(self._prompt_state, non_blocking=True)
+        device.prompt_ids[:rows].copy_(self._prompt_ids[:rows], non_blocking=True)
+        if last:
+            device.prompt_seed.fill_(signed_seed(sampling.seed))
+            device.prompt_temperature.fill_(0.0 if sampling.greedy else sampling.temperature)
+        self._reading = self._mark()
+        graph()
+        sequence.committed_len = end
+        if drafts:
+            sequence.drafter_len = end
+        if not last:
+            if sequence.prefilled:
+                sequence.check()
+            return None
+        self._first.copy_(device.prompt_choice, non_blocking=True)
+        self._mark()()
+        token = OutputToken(int(self._first[0]), False)
+        stop = token.token_id in sampling.stop_token_ids
+        finish = "stop" if stop else "length" if sequence.remaining <= 1 else None
+        sequence.append([token])
+        sequence.check()
+        return token, finish
+
+    @torch.inference_mode()
     def drain(self, batch: Seq[Sequence]) -> Played | None:
         """The round in flight, if there is one; nothing is launched."""
         return None if self._flight is None else self._collect(self._flight, batch)
@@ -132,7 +181,9 @@ class GraphRounds:
         self, flight: _Flight, shape: Shape, batch: Seq[Sequence], speculation: Seq[Speculation]
     ) -> bool:
         """Whether the device already holds this batch with these settings, ended sequences apart."""
-        held = [(row, how) for row, how in zip(self._rows, flight.speculation, strict=False) if row is not None]
+        held = [
+            (row, how) for row, how in zip(self._rows, flight.speculation, strict=False) if row is not None
+        ]
         return (
             shape == flight.shape
             and len(held) == len(batch)
@@ -140,22 +191,41 @@ class GraphRounds:
             and all(mine == how for (_, mine), how in zip(held, speculation, strict=True))
         )
 
-    def _graph(self, shape: Shape) -> Callable[[], object]:
-        """Replays a round of `shape`; captured at first use, on idle rows, so that no state is touched."""
+    def _graph(self, shape: Shape | PromptShape) -> Callable[[], object]:
+        """Replays a round or a prompt chunk; captured at first use, on idle rows, so that no state is touched."""
         if shape not in self._graphs:
             began = time.perf_counter()
-            if self._cuda:
-                self._round.active.zero_()
-                self._round.block_rows.zero_()
-                self._round.enqueue(shape)  # compiles what is new; nothing may compile under capture
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+
+            def enqueue() -> None:
+                if isinstance(shape, PromptShape):
+                    self._round.enqueue_prompt(shape)
+                else:
                     self._round.enqueue(shape)
-                self._graphs[shape] = graph.replay
-            else:
-                self._graphs[shape] = lambda: self._round.enqueue(shape)
+
+            self._graphs[shape] = self._captured(enqueue) if self._cuda else enqueue
             self.capture_s += time.perf_counter() - began
         return self._graphs[shape]
+
+    def _captured(self, enqueue: Callable[[], None]) -> Callable[[], object]:
+        device = self._round
+        held = device.state.clone()
+        device.active.zero_()
+        device.block_rows.zero_()
+        device.prompt_state.zero_()
+        enqueue()  # compiles what is new; nothing may compile under capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            enqueue()
+        device.state.copy_(held)
+        return graph.replay
+
+    def _mark(self) -> Callable[[], object]:
+        """Waits, when called, for what has been given to the device until now."""
+        if not self._cuda:
+            return _nothing
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     def _upload(self, shape: Shape, batch: Seq[Sequence], speculation: Seq[Speculation]) -> None:
         """Writes the state of `batch` to the device; rows beyond it are inactive."""
@@ -199,13 +269,9 @@ class GraphRounds:
         host = self._ring[place][: results.numel()].view(results.shape)
         host.copy_(results, non_blocking=True)
         stamps = self._stamps[place]
-        done: Callable[[], object] = _nothing
         if self._cuda:
             stamps.copy_(self._round.stamps, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            done = event.synchronize
-        return _Flight(shape, tuple(self._rows), tuple(speculation), host, stamps, done)
+        return _Flight(shape, tuple(self._rows), tuple(speculation), host, stamps, self._mark())
 
     def _collect(self, flight: _Flight, live: Seq[Sequence]) -> Played:
         """Waits for a round and takes its results into the sequences that are still there."""
@@ -254,6 +320,20 @@ class GraphRounds:
 
     def _pinned(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
+
+
+def _unusual(sequence: Sequence) -> str | None:
+    """What of a request's settings no kernel knows; None if nothing."""
+    sampling = sequence.sampling
+    if sequence.logprobs is not None:
+        return "logprobs"
+    if sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens:
+        return "penalties, logit_bias or min_tokens"
+    if not sampling.greedy and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        return "top_k, top_p or min_p"
+    if len(sampling.stop_token_ids) > STOPS:
+        return f"more than {STOPS} stop tokens"
+    return None
 
 
 def _nothing() -> None:

@@ -143,55 +143,51 @@ def gated_kernel(
 
 
 @triton.jit
-def _rotated(even, odd, cos, sin, position, i, D: tl.constexpr):
-    """One rotation for all heads of a row; tables `[positions, D / 2]` (RoFormer, eq. 34)."""
+def _rotated(x, cos, sin, position, norms, eps, NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    """Heads `x [HEADS, D]` of one token, normalised with gains `norms [HEADS, D]` and rotated (RoFormer, eq. 34).
+
+    Tables are `[positions, D / 2]`.
+    """
+    if NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * norms
+    i = tl.arange(0, D // 2)
     c = tl.load(cos + position * (D // 2) + i)[None, :]
     s = tl.load(sin + position * (D // 2) + i)[None, :]
-    return even * c - odd * s, even * s + odd * c
+    even, odd = tl.split(tl.reshape(x, (HEADS, D // 2, 2)))
+    return tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), (HEADS, D))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def rotate_store_kernel(
     qkv, norms, cos, sin, keys, values, committed, slot_start, depths, size, rows, width, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
-    HEADS_P2: tl.constexpr, KV_P2: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotates queries in place and stores keys and values of row `r` at slot `slot_start + committed + r`.
 
     `qkv [batch * rows, heads + 2 * kv_heads, D]`, caches `[kv_heads, width, D]`; a row at or beyond `size` of its
-    sequence goes to the last `SCRATCH` slots. Positions are `committed + depths [batch, rows]`.
+    sequence goes to the last `SCRATCH` slots. Positions are `committed + depths [batch, rows]`. A program takes `BLOCK`
+    heads of one row.
     """
     begin(PDL)
     row = tl.program_id(0)
     b, r = row // rows, row % rows
     start = tl.load(committed + b)
     position = start + tl.load(depths + row)
-    slot = tl.where(r < tl.load(size + b), tl.load(slot_start + b) + start + r, width - SCRATCH + r)
+    slot = tl.where(r < tl.load(size + b), tl.load(slot_start + b) + start + r, width - SCRATCH + r % SCRATCH)
     head_stride = width.to(tl.int64) * D
     TURNED: tl.constexpr = HEADS + KV_HEADS
-    h, i = tl.arange(0, HEADS_P2), tl.arange(0, D // 2)
+    h, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    turned, here = (h < TURNED)[:, None], (h < TURNED + KV_HEADS)[:, None]
+    spot = h[:, None] * D + d[None, :]
     base = qkv + row * (TURNED + KV_HEADS) * D
-    here = (h < TURNED)[:, None]
-    spot = h[:, None] * D + 2 * i[None, :]
-    even = tl.load(base + spot, mask=here, other=0.0).to(tl.float32)
-    odd = tl.load(base + spot + 1, mask=here, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / D + eps)[:, None]
-        even = even * scale * tl.load(norms + spot, mask=here, other=0.0).to(tl.float32)
-        odd = odd * scale * tl.load(norms + spot + 1, mask=here, other=0.0).to(tl.float32)
-    real, imaginary = _rotated(even, odd, cos, sin, position, i, D)
-    real, imaginary = real.to(qkv.dtype.element_ty), imaginary.to(qkv.dtype.element_ty)
-    query = (h < HEADS)[:, None]
-    tl.store(base + spot, real, mask=query)
-    tl.store(base + spot + 1, imaginary, mask=query)
-    key = here & (h >= HEADS)[:, None]
-    place = (h - HEADS)[:, None] * head_stride + slot * D + 2 * i[None, :]
-    tl.store(keys + place, real, mask=key)
-    tl.store(keys + place + 1, imaginary, mask=key)
-    v, d = tl.arange(0, KV_P2), tl.arange(0, D)
-    mine = (v < KV_HEADS)[:, None]
-    value = tl.load(base + (TURNED + v)[:, None] * D + d[None, :], mask=mine, other=0.0)
-    tl.store(values + v[:, None] * head_stride + slot * D + d[None, :], value, mask=mine)
+    raw = tl.load(base + spot, mask=here, other=0.0)
+    gains = tl.load(norms + spot, mask=turned, other=0.0).to(tl.float32) if NORM else 0.0
+    new = _rotated(raw.to(tl.float32), cos, sin, position, gains, eps, NORM, BLOCK, D).to(raw.dtype)
+    tl.store(base + spot, new, mask=(h < HEADS)[:, None])
+    place = slot * D + d[None, :]
+    tl.store(keys + (h - HEADS)[:, None] * head_stride + place, new, mask=(h >= HEADS)[:, None] & turned)
+    tl.store(values + (h - TURNED)[:, None] * head_stride + place, raw, mask=(h >= TURNED)[:, None] & here)
 
 
 @triton.jit(do_not_specialize=["block"])
@@ -205,41 +201,35 @@ def context_store_kernel(
     """
     begin(PDL)
     row, layer = tl.program_id(0), tl.program_id(1)
-    b, d = row // block, row % block
+    b, at = row // block, row % block
     count = tl.load(kept + b)
-    if d < count:
-        position = tl.load(committed + b) - count + d
+    if at < count:
+        position = tl.load(committed + b) - count + at
         slot = tl.load(slot_start + b) + position
         head_stride = width.to(tl.int64) * D
-        h, i = tl.arange(0, KV_P2), tl.arange(0, D // 2)
+        h, d = tl.arange(0, KV_P2), tl.arange(0, D)
         mine = (h < KV_HEADS)[:, None]
+        spot = h[:, None] * D + d[None, :]
         base = context + row * (LAYERS * 2 * KV_HEADS * D) + layer * (2 * KV_HEADS * D)
-        spot = h[:, None] * D + 2 * i[None, :]
-        even = tl.load(base + spot, mask=mine, other=0.0).to(tl.float32)
-        odd = tl.load(base + spot + 1, mask=mine, other=0.0).to(tl.float32)
-        scale = tl.rsqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / D + eps)[:, None]
-        even = even * scale * tl.load(norms + layer * D + 2 * i).to(tl.float32)[None, :]
-        odd = odd * scale * tl.load(norms + layer * D + 2 * i + 1).to(tl.float32)[None, :]
-        real, imaginary = _rotated(even, odd, cos, sin, position, i, D)
-        place = layer * KV_HEADS * head_stride + h[:, None] * head_stride + slot * D + 2 * i[None, :]
-        tl.store(keys + place, real.to(keys.dtype.element_ty), mask=mine)
-        tl.store(keys + place + 1, imaginary.to(keys.dtype.element_ty), mask=mine)
-        for part in tl.static_range(2):
-            value = tl.load(base + KV_HEADS * D + spot + part, mask=mine, other=0.0)
-            tl.store(values + place + part, value, mask=mine)
+        raw = tl.load(base + spot, mask=mine, other=0.0)
+        gains = tl.load(norms + layer * D + d).to(tl.float32)[None, :]
+        new = _rotated(raw.to(tl.float32), cos, sin, position, gains, eps, True, KV_P2, D)
+        place = (layer * KV_HEADS + h)[:, None] * head_stride + slot * D + d[None, :]
+        tl.store(keys + place, new.to(raw.dtype), mask=mine)
+        tl.store(values + place, tl.load(base + KV_HEADS * D + spot, mask=mine, other=0.0), mask=mine)
 
 
 @triton.jit(do_not_specialize=["rows", "total_rows"])
 def tree_attention_kernel(
     qkv, keys, values, bits, committed, size, slot_start, out, partial, lse, rows, width, total_rows, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of all rows over the committed prefix and, by ancestor bits, over the rows of their own tree.
 
     The query heads of one KV head are packed into its rows. A prefix is cut into `SPLITS` ranges, read from the
-    lengths on the device. `bits [batch, rows]` has bit j set where the row may see row j. With one split the result
-    goes to `out [rows, heads * D]`, else to `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
+    lengths on the device. `bits [batch, rows]` has bit j set where the row may see row j; `CAUSAL`: it sees those
+    before it and itself. With one split the result goes to `out [rows, heads * D]`, else to `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
     """
     begin(PDL)
     b, kv_head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(2)
@@ -251,7 +241,7 @@ def tree_attention_kernel(
     d = tl.arange(0, D)
     q = tl.load(qkv + row[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D + d[None, :],
                 mask=live[:, None], other=0.0)  # fmt: skip
-    word = tl.load(bits + row, mask=live, other=0)
+    word = tl.zeros((BLOCK_Q,), tl.int64) if CAUSAL else tl.load(bits + row, mask=live, other=0)
     length = tl.load(committed + b)
     seen = length + tl.load(size + b)
     chunk = tl.cdiv(tl.cdiv(seen, SPLITS), BLOCK_KV) * BLOCK_KV
@@ -268,8 +258,12 @@ def tree_attention_kernel(
         k = tl.load(keys + spot, mask=there[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
         node = p - length
-        sees = (word[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
-        scores = tl.where(((node < 0)[None, :] | (sees == 1)) & there[None, :], scores, float("-inf"))
+        if CAUSAL:
+            sees = node[None, :] <= r[:, None]
+        else:
+            bit = (word[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
+            sees = (node < 0)[None, :] | (bit == 1)
+        scores = tl.where(sees & there[None, :], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - anchor[:, None])
@@ -291,28 +285,27 @@ def tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["total_rows"])
 def combine_kernel(
-    partial, lse, out, total_rows, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, HEADS_P2: tl.constexpr, PDL: tl.constexpr
-):
-    """Joins the splits of `tree_attention_kernel` into `out [rows, heads * D]`."""
+    partial, lse, out, total_rows,
+    HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of `tree_attention_kernel` into `out [rows, heads * D]`, `BLOCK` heads a program."""
     begin(PDL)
     row = tl.program_id(0)
-    h, d = tl.arange(0, HEADS_P2), tl.arange(0, D)
+    h, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    split = tl.arange(0, SPLITS)
     mine = h < HEADS
-    most = tl.full((HEADS_P2,), float("-inf"), tl.float32)
-    for split in tl.static_range(SPLITS):
-        spot = (split * total_rows + row) * HEADS + h
-        most = tl.maximum(most, tl.load(lse + spot, mask=mine, other=float("-inf")))
-    anchor = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.zeros((HEADS_P2, D), tl.float32)
-    norm = tl.zeros((HEADS_P2,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        spot = (split * total_rows + row) * HEADS + h
-        weight = tl.exp2(tl.load(lse + spot, mask=mine, other=float("-inf")) - anchor)
-        part = tl.load(partial + spot[:, None] * D + d[None, :], mask=mine[:, None], other=0.0)
-        total += weight[:, None] * part
-        norm += weight
-    total = total / tl.where(norm == 0.0, 1.0, norm)[:, None]
-    tl.store(out + row * (HEADS * D) + h[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=mine[:, None])
+    spot = (split[:, None] * total_rows + row) * HEADS + h[None, :]
+    parts = tl.load(lse + spot, mask=mine[None, :], other=float("-inf"))
+    most = tl.max(parts, 0)
+    weights = tl.exp2(parts - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    norm = tl.sum(weights, 0)
+    vectors = tl.load(partial + spot[:, :, None] * D + d[None, None, :], mask=mine[None, :, None], other=0.0)
+    total = tl.sum(vectors * weights[:, :, None], 0) / tl.where(norm == 0.0, 1.0, norm)[:, None]
+    tl.store(
+        out + row * (HEADS * D) + h[:, None] * D + d[None, :],
+        total.to(out.dtype.element_ty),
+        mask=mine[:, None],
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "mask_id"])
@@ -373,22 +366,30 @@ def _noisy(total, temperature, noise, m, b, depth, live, n, columns, depths, voc
 
 @triton.jit(do_not_specialize=["M", "rows", "depths", "parts"])
 def choose_kernel(
-    x, w, squares, noise, temperature, node_depths, best, ids, M, rows, depths, vocab, K, parts, eps,
-    NOISY: tl.constexpr, TILES: tl.constexpr,
+    x, w, squares, noise, temperature, node_depths, gather, best, ids, M, rows, depths, vocab, K, parts, eps,
+    NOISY: tl.constexpr, GATHER: tl.constexpr, TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Best score and token of one vocabulary tile for each row, `[tiles, M]`; ties to the lowest token id."""
+    """Best score and token of one vocabulary tile for each row, `[tiles, M]`; ties to the lowest token id.
+
+    `GATHER` looks at rows `gather [M]` of x.
+    """
     tile = tl.program_id(0)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < vocab
     _prefetch(w, n, vocab, K, PDL)
     begin(PDL)
-    scores = _product(x, w, m, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-    scores *= _row_scale(squares, m, live, parts, K, eps, TILES)[:, None]
+    source = m
+    if GATHER:
+        source = tl.load(gather + m, mask=live, other=0)
+    scores = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    scores *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
     if NOISY:
         depth = tl.load(node_depths + m, mask=live, other=0)
-        scores = _noisy(scores, temperature, noise, m, m // rows, depth, live, n, columns, depths, vocab, True)
+        scores = _noisy(
+            scores, temperature, noise, m, m // rows, depth, live, n, columns, depths, vocab, True
+        )
     scores = tl.where(columns[None, :], scores, float("-inf"))
     value, index = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + tile * M + m, value, mask=live)
@@ -428,7 +429,9 @@ def draft_kernel(
     total *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
     if NOISY:
         total = _noisy(total, temperature, noise, m, b, depth, live, n, columns, horizon + 1, vocab, SHARED)
-    tl.store(scores + m.to(tl.int64)[:, None] * vocab + n[None, :], total, mask=live[:, None] & columns[None, :])
+    tl.store(
+        scores + m.to(tl.int64)[:, None] * vocab + n[None, :], total, mask=live[:, None] & columns[None, :]
+    )
     total = tl.where(columns[None, :], total, float("-inf"))
     most = tl.max(total, 1)
     tl.store(tile_max + tile * M + m, most, mask=live)

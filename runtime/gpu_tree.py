@@ -31,7 +31,9 @@ def _value(key):
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def top_scores_kernel(scores, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):
+def top_scores_kernel(
+    scores, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr
+):
     """Keys of the `KEEP` best of each chunk of `scores [rows, length]`, best first, `[rows, chunks * KEEP]`."""
     begin(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -138,7 +140,19 @@ def tree_kernel(
 
 
 @triton.jit
-def root_kernel(root, active, tokens, parents, depths, log_probs, bits, size, stamps, TIMED: tl.constexpr, PDL: tl.constexpr):
+def root_kernel(
+    root,
+    active,
+    tokens,
+    parents,
+    depths,
+    log_probs,
+    bits,
+    size,
+    stamps,
+    TIMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Trees of the root alone: plain decoding."""
     begin(PDL)
     b = tl.program_id(0)

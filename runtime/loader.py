@@ -217,7 +217,7 @@ def _graphs(
         return None, f"{stepwise} (attention_backend = sdpa)"
     try:
         from runtime.gpu_graphs import GraphRounds
-        from runtime.gpu_round import unsupported
+        from runtime.gpu_pass import unsupported
     except ImportError:
         return None, f"{stepwise} (triton is not installed)"
     why = unsupported(models)

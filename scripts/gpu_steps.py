@@ -22,7 +22,8 @@ import triton
 
 from runtime.drafter import Drafter, DrafterConfig
 from runtime.fused import FusedDrafter
-from runtime.gpu_round import MOST_ROWS, GpuRound, Shape
+from runtime.gpu_pass import MOST_ROWS
+from runtime.gpu_round import GpuRound, Shape
 from runtime.kv_cache import Geometry, KVCache
 from runtime.models import Checkpoint
 from runtime.round import Models
