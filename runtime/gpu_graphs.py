@@ -85,9 +85,16 @@ class GraphRounds:
                 return f"a tree of more than {MOST_ROWS - 1} nodes"
         return None
 
-    def prepare(self, shapes: Seq[Shape]) -> None:
-        """Captures rounds of these sizes ahead of their first use."""
-        for shape in shapes:
+    def prepare(self, progress: Callable[[float], object]) -> None:
+        """Compiles and captures what one greedy request needs in each mode; `progress` is told the share done.
+
+        Other sizes follow at their first use: a capture where the kernels are compiled, some seconds where they are not.
+        """
+        drafts = self._models.drafter is not None
+        shapes: list[Shape | PromptShape] = [Shape(1, rows, context=drafts) for rows in ROWS if drafts or rows == 1]
+        shapes += [PromptShape(rows, True, False, drafts) for rows in self._round.prefills]
+        for done, shape in enumerate(shapes):
+            progress(done / len(shapes))
             self._graph(shape)
 
     def shape(self, batch: Seq[Sequence], speculation: Seq[Speculation], draft_noise: bool) -> Shape:

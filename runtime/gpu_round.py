@@ -239,8 +239,8 @@ class GpuRound:
             keys, self._tile_max, self._tile_sum, tiles, ranks, places,
             self.root, self.remaining, self.budget, self.chain, self.active,
             self._work_scores, self._work_order, self._work_places,
-            self._tokens, self._parents, self._depths, self._log_probs, self._bits, self._size, self.stamps, shape.rows,
-            BATCH=batch, LEVELS=horizon, KEEP=keep, WIDTH=keep, PAIRS=pairs, ALL=pow2(horizon * keep),
+            self._tokens, self._parents, self._depths, self._log_probs, self._bits, self._size, self.stamps, shape.rows, batch,
+            LEVELS=horizon, KEEP=keep, WIDTH=keep, PAIRS=pairs, ALL=pow2(horizon * keep),
             ROWS_P2=pow2(shape.rows), TILES_P2=pow2(tiles), TIMED=self.timed, num_warps=4,
         )  # fmt: skip
 

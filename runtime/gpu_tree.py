@@ -56,13 +56,13 @@ def top_keys_kernel(keys, out, length, chunks, CHUNK: tl.constexpr, KEEP: tl.con
     tl.store(out + (row * chunks + chunk) * KEEP + lane, ordered, mask=lane < KEEP)
 
 
-@triton.jit(do_not_specialize=["tiles", "rows"])
+@triton.jit(do_not_specialize=["tiles", "rows", "batch"])
 def tree_kernel(
     keys, tile_max, tile_sum, tiles, ranks, places,
     root, remaining, budget, chain, active,
     work_scores, work_order, work_places,
-    tokens, parents, depths, log_probs, bits, size, stamps, rows,
-    BATCH: tl.constexpr, LEVELS: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    tokens, parents, depths, log_probs, bits, size, stamps, rows, batch,
+    LEVELS: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     ALL: tl.constexpr, ROWS_P2: tl.constexpr, TILES_P2: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The exact best-first tree of each sequence: `budget` nodes of the `rows - 1` there is room for.
@@ -85,8 +85,8 @@ def tree_kernel(
     tile = tl.arange(0, TILES_P2)
     for level in range(LEVELS):
         row = b * LEVELS + level
-        most = tl.load(tile_max + tile * (BATCH * LEVELS) + row, mask=tile < tiles, other=float("-inf"))
-        part = tl.load(tile_sum + tile * (BATCH * LEVELS) + row, mask=tile < tiles, other=0.0)
+        most = tl.load(tile_max + tile * (batch * LEVELS) + row, mask=tile < tiles, other=float("-inf"))
+        part = tl.load(tile_sum + tile * (batch * LEVELS) + row, mask=tile < tiles, other=0.0)
         top = tl.max(most, 0)
         lse = top + tl.log(tl.sum(part * tl.exp(most - top), 0))
         value = _value(tl.load(keys + row * KEEP + tl.maximum(rank, 0)))

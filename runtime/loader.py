@@ -223,9 +223,9 @@ def _graphs(
     why = unsupported(models)
     if why is not None:
         return None, f"{stepwise} ({why})"
-    progress(0.8, "compiling and capturing the decode rounds")
     positions = limits.max_seq_len + limits.slot_reserve + GRAPH_SCRATCH
     graphs = GraphRounds(models, min(config.max_concurrency, MOST_GRAPHED), positions)
+    graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
     return graphs, "rounds replayed as CUDA graphs"
 
 
