@@ -6,6 +6,7 @@ the thread that calls it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,7 @@ from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
 
 Sink = Callable[[GenerateEvent], None]
+logger = logging.getLogger("ddtree")
 
 
 @dataclass(eq=False)
@@ -203,8 +205,11 @@ class Engine:
         """One round: replayed on the device where the batch allows it, else launched from here step by step."""
         graphs, noise = self.loaded.graphs, self.config.draft_noise
         if graphs is not None:
-            self.stepwise = graphs.refusal(sequences, speculation)
-            if self.stepwise is None:
+            refusal = graphs.refusal(sequences, speculation)
+            if refusal != self.stepwise and refusal is not None:
+                logger.info("rounds are launched step by step, which is slower: %s", refusal)
+            self.stepwise = refusal
+            if refusal is None:
                 return graphs.play(sequences, speculation, noise)
             in_flight = graphs.drain(sequences)
             if in_flight is not None:

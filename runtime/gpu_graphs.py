@@ -88,10 +88,12 @@ class GraphRounds:
     def prepare(self, progress: Callable[[float], object]) -> None:
         """Compiles and captures what one greedy request needs in each mode; `progress` is told the share done.
 
-        Other sizes follow at their first use: a capture where the kernels are compiled, some seconds where they are not.
+        Other sizes follow at their first use: a moment where the kernels are compiled, some seconds where not.
         """
         drafts = self._models.drafter is not None
-        shapes: list[Shape | PromptShape] = [Shape(1, rows, context=drafts) for rows in ROWS if drafts or rows == 1]
+        shapes: list[Shape | PromptShape] = [
+            Shape(1, rows, context=drafts) for rows in ROWS if drafts or rows == 1
+        ]
         shapes += [PromptShape(rows, True, False, drafts) for rows in self._round.prefills]
         for done, shape in enumerate(shapes):
             progress(done / len(shapes))

@@ -1,4 +1,4 @@
-"""Triton kernels of a forward pass over tree rows: products with the norms around them, rotation and slot write, attention, heads.
+"""Triton kernels of a forward pass over tree rows: products and norms, rotation, attention, heads.
 
 Rows of a batch are `[batch, rows]` flattened, the same number of rows for each sequence; what does not count of a
 sequence (`row >= size`) is computed and never read. Nothing is read back and no shape depends on a length, so the
@@ -20,7 +20,7 @@ SCRATCH = tl.constexpr(64)
 @triton.jit
 def stamp(stamps, at: tl.constexpr, TIMED: tl.constexpr):
     """Notes the device's clock, nanoseconds, in `stamps[at]`."""
-    if TIMED:
+    if TIMED:  # noqa: SIM102, the outer condition is known when the kernel is compiled
         if tl.program_id(0) == 0:
             tl.store(stamps + at, tl.extra.cuda.globaltimer())
 
@@ -229,7 +229,8 @@ def tree_attention_kernel(
 
     The query heads of one KV head are packed into its rows. A prefix is cut into `SPLITS` ranges, read from the
     lengths on the device. `bits [batch, rows]` has bit j set where the row may see row j; `CAUSAL`: it sees those
-    before it and itself. With one split the result goes to `out [rows, heads * D]`, else to `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
+    before it and itself. With one split the result goes to `out [rows, heads * D]`, else to
+    `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
     """
     begin(PDL)
     b, kv_head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(2)
@@ -321,7 +322,7 @@ def embed_kernel(
     begin(PDL)
     row = tl.program_id(0)
     stamp(stamps, 0, TIMED)
-    if MASKED:
+    if MASKED:  # noqa: SIM108, known when the kernel is compiled
         token = tl.where(row % rows == 0, tl.load(ids + row // rows), mask_id)
     else:
         token = tl.load(ids + row)

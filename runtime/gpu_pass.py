@@ -26,7 +26,7 @@ from runtime.gpu_kernels import (
     tree_attention_kernel,
 )
 from runtime.kv_cache import Pool
-from runtime.linear import PlainLinear
+from runtime.linear import Linear, PlainLinear
 from runtime.round import Models
 
 MOST_ROWS = int(SCRATCH.value)
@@ -60,6 +60,12 @@ def unsupported(models: Models) -> str | None:
     return None
 
 
+def weight_of(linear: Linear) -> Tensor:
+    """The weight `[n, k]` of a plain layer; `unsupported` has refused others."""
+    assert isinstance(linear, PlainLinear)
+    return linear.weight
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of a pass: `each` rows of `batch` sequences, and where they stand.
@@ -89,9 +95,9 @@ class DeviceStack:
         self.shape, self.layers, self.pool = stack.shape, stack.layers, pool
         rotation = stack.rotation(torch.arange(positions, device=pool.device))[:, 0]
         self.cos, self.sin = rotation.real.contiguous(), rotation.imag.contiguous()
-        self.qkv_width = int(self.layers[0].qkv.weight.shape[0])
+        self.qkv_width = int(weight_of(self.layers[0].qkv).shape[0])
         self.out_width = self.shape.heads * self.shape.head_dim
-        self.mlp_width = int(self.layers[0].down.weight.shape[1])
+        self.mlp_width = int(weight_of(self.layers[0].down).shape[1])
         self._positions = positions
 
     def attention_grid(self, batch: int, rows: int) -> tuple[int, int, int]:
@@ -147,7 +153,7 @@ class DevicePass:
         self._best = self.floats(self.head_tiles * rows)
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
-        width = 0 if self._drafter is None else int(self._drafter.context_linear.weight.shape[0])
+        width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
 
     def floats(self, *shape: int) -> Tensor:
@@ -204,9 +210,9 @@ class DevicePass:
 
         `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together.
         """
-        weight = self.decoder.head.weight
+        weight = weight_of(self.decoder.head)
         width = int(weight.shape[1])
-        blocks = blocks_of(total, *weight.shape, "head")
+        blocks = blocks_of(total, weight, "head")
         tiles = self.head_tiles
         self.call(
             choose_kernel, (tiles, -(-total // blocks["BLOCK_M"])),
@@ -238,7 +244,8 @@ class DevicePass:
             context_store_kernel, (rows, len(shape.windows)),
             self._context, drafter.k_norms, stack.cos, stack.sin, pool.keys, pool.values,
             committed, kept, slot_start, block, pool.keys.shape[2], shape.eps,
-            LAYERS=len(shape.windows), KV_HEADS=shape.kv_heads, D=shape.head_dim, KV_P2=pow2(shape.kv_heads), num_warps=2,
+            LAYERS=len(shape.windows), KV_HEADS=shape.kv_heads, D=shape.head_dim, KV_P2=pow2(shape.kv_heads),
+            num_warps=2,
         )  # fmt: skip
 
     def head_scale(self) -> dict[str, Any]:
@@ -274,7 +281,7 @@ class DevicePass:
 
     def _linear(
         self,
-        linear: Any,
+        linear: Linear,
         x: Tensor,
         out: Tensor,
         rows: int,
@@ -286,9 +293,10 @@ class DevicePass:
         tap: Tensor | None = None,
     ) -> None:
         """`linear_kernel`: `norm_eps` of the norm before, `add` the product to `out`, `gain` of the norm after."""
+        assert isinstance(linear, PlainLinear)
         weight, bias = linear.weight, linear.bias
         n, k = weight.shape
-        blocks = blocks_of(rows, n, k)
+        blocks = blocks_of(rows, weight)
         self.call(
             linear_kernel, _grid(rows, n, blocks),
             x, weight, out, self.squares, x if bias is None else bias, out,
@@ -301,9 +309,9 @@ class DevicePass:
             self.parts = -(-n // blocks["BLOCK_N"])
 
     def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
-        weight = layer.gate_up.weight
+        weight = weight_of(layer.gate_up)
         n, k = weight.shape[0] // 2, weight.shape[1]
-        blocks = blocks_of(rows, n, k, "gate")
+        blocks = blocks_of(rows, weight, "gate")
         self.call(
             gated_kernel, _grid(rows, n, blocks),
             self.scaled, weight, self._gated, self.squares, rows, n, k, self.parts, eps, TILES=self._tiles, **blocks,
@@ -319,12 +327,14 @@ def head_block(k: int) -> int:
     return 128 if k <= 1024 else 64
 
 
-def blocks_of(rows: int, n: int, k: int, kind: str = "") -> dict[str, int]:
+def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
     """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
 
     Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
     which multiplies two weights at once, or "head".
     """
+    n, k = weight.shape
+    n = n // 2 if kind == "gate" else n
     few, large = rows <= 16, n * k >= 8_000_000
     block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
     warps = 8 if block_m == 128 else 4
@@ -343,7 +353,8 @@ def blocks_of(rows: int, n: int, k: int, kind: str = "") -> dict[str, int]:
         warps = 2 if few and kind != "gate" else 4
     else:
         block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
-    block_k = min(block_k, max(16, pow2(k)))
+    # Stages were measured with two bytes an element and have to fit into shared memory with four.
+    block_k = min(block_k * 2 // weight.element_size(), max(16, pow2(k)))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from runtime.gpu_kernels import draft_kernel, noise_kernel
-from runtime.gpu_pass import MOST_ROWS, DevicePass, Rows, blocks_of, pow2
+from runtime.gpu_pass import MOST_ROWS, DevicePass, Rows, blocks_of, pow2, weight_of
 from runtime.gpu_tree import (
     accept_kernel,
     compact_kernel,
@@ -222,8 +222,8 @@ class GpuRound:
         self._pass.layers(stack, rows, drafter.norm)
 
         horizon, vocab, tiles = block - 1, self.models.target.vocab_size, self._pass.head_tiles
-        weight = self._pass.decoder.head.weight
-        blocks = blocks_of(batch * horizon, *weight.shape, "head")
+        weight = weight_of(self._pass.decoder.head)
+        blocks = blocks_of(batch * horizon, weight, "head")
         self._pass.call(
             draft_kernel, (tiles, -(-batch * horizon // blocks["BLOCK_M"])),
             self._pass.scaled, weight, self._pass.squares, self._noise, self.temperature,
@@ -239,7 +239,8 @@ class GpuRound:
             keys, self._tile_max, self._tile_sum, tiles, ranks, places,
             self.root, self.remaining, self.budget, self.chain, self.active,
             self._work_scores, self._work_order, self._work_places,
-            self._tokens, self._parents, self._depths, self._log_probs, self._bits, self._size, self.stamps, shape.rows, batch,
+            self._tokens, self._parents, self._depths, self._log_probs, self._bits, self._size, self.stamps,
+            shape.rows, batch,
             LEVELS=horizon, KEEP=keep, WIDTH=keep, PAIRS=pairs, ALL=pow2(horizon * keep),
             ROWS_P2=pow2(shape.rows), TILES_P2=pow2(tiles), TIMED=self.timed, num_warps=4,
         )  # fmt: skip

@@ -102,7 +102,11 @@ class NodeTable(Seq[Node]):
         tokens, parents, depths, bits = self._columns
         return tuple(
             zip(
-                tokens.tolist(), parents.tolist(), depths.tolist(), bits.view(np.float32).tolist(), strict=True
+                tokens.tolist(),
+                parents.tolist(),
+                depths.tolist(),
+                bits.view(np.float32).tolist(),
+                strict=True,
             )
         )
 

@@ -99,7 +99,8 @@ def group(
     for arm, runs in kept.items():
         speeds = [run.tokens / run.seconds for run in runs]
         wins = sum(
-            statistics.median(run.speeds[i] for run in runs) > statistics.median(run.speeds[i] for run in plain)
+            statistics.median(run.speeds[i] for run in runs)
+            > statistics.median(run.speeds[i] for run in plain)
             for i in range(len(prompts))
         )
         shared = sum(
@@ -126,7 +127,9 @@ def profile_rounds(engine: Engine, prompt: dict[str, Any]) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    engine.submit(GenerateRequest(**prompt, mode="tree", tree_budget=31, sampling=sampling), lambda _event: None)
+    engine.submit(
+        GenerateRequest(**prompt, mode="tree", tree_budget=31, sampling=sampling), lambda _event: None
+    )
     for _ in range(10):
         engine.step()
     rounds = 0
@@ -143,12 +146,16 @@ def profile_rounds(engine: Engine, prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sets", nargs="+", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--until", type=float, default=480.0, help="starts no new group after so many seconds")
+    parser.add_argument(
+        "--until", type=float, default=480.0, help="starts no new group after so many seconds"
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
     args = parser.parse_args()
@@ -164,7 +171,11 @@ def main() -> None:
     engine = Engine(loaded, config, 31)
     about = {
         "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "transformers": transformers.__version__,
+        },
         "dtype": "bfloat16",
         "rounds_by": loaded.rounds,
     }

@@ -31,7 +31,9 @@ def make_engine(settings: dict[str, Any], backend: str) -> Engine:
     return Engine(loaded, config, 15)
 
 
-def run(engine: Engine, requests: list[GenerateRequest], flips: list[tuple[str, int]]) -> tuple[dict[str, Any], list]:
+def run(
+    engine: Engine, requests: list[GenerateRequest], flips: list[tuple[str, int]]
+) -> tuple[dict[str, Any], list]:
     """Ends and rounds of all requests; the engine's mode changes every 25 rounds, every ninth request is cancelled."""
     ends: dict[str, Any] = {}
     rounds: list = []
@@ -62,7 +64,9 @@ def run(engine: Engine, requests: list[GenerateRequest], flips: list[tuple[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--dtype", default="float32")
@@ -80,7 +84,9 @@ def main() -> None:
     }  # fmt: skip
     engines = {backend: make_engine(settings, backend) for backend in ("sdpa", "auto")}
     vocab = engines["auto"].models.target.vocab_size
-    words = 'Tell me about the sea. Write a function that adds two numbers. What is 12 * 17? List ten animals.'
+    words = (
+        "Tell me about the sea. Write a function that adds two numbers. What is 12 * 17? List ten animals."
+    )
     prompt = engines["auto"].loaded.tokenizer.encode(words)
     requests = [
         GenerateRequest(
@@ -100,7 +106,10 @@ def main() -> None:
     same, prefix, total, parted = 0, 0, 0, []
     for name, (reason, ids, _) in plain.items():
         other = fast[name]
-        shared = next((i for i, (a, b) in enumerate(zip(ids, other[1])) if a != b), min(len(ids), len(other[1])))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(ids, other[1], strict=False)) if a != b),
+            min(len(ids), len(other[1])),
+        )
         cancelled = "cancelled" in (reason, other[0])
         equal = (reason, ids) == other[:2] or (cancelled and shared == min(len(ids), len(other[1])))
         same += equal

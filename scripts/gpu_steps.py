@@ -64,14 +64,18 @@ class RandomCheckpoint(Checkpoint):
 
     def load_state(self, wanted: Any = None) -> dict[str, torch.Tensor]:
         with torch.device("meta"):
-            config = transformers.AutoConfig.for_model(**{k: v for k, v in self.config.items() if k != "architectures"})
+            config = transformers.AutoConfig.for_model(
+                **{k: v for k, v in self.config.items() if k != "architectures"}
+            )
             names = getattr(transformers, self.config["architectures"][0])(config).state_dict()
         made = {}
         for name, value in names.items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             fill = torch.ones if value.dim() == 1 else torch.randn
-            made[name] = fill(value.shape, device=GPU, dtype=torch.bfloat16) * (1.0 if value.dim() == 1 else 0.02)
+            made[name] = fill(value.shape, device=GPU, dtype=torch.bfloat16) * (
+                1.0 if value.dim() == 1 else 0.02
+            )
         return made
 
 
@@ -132,7 +136,9 @@ def weight_bytes(models: Models) -> int:
     """Bytes of the target's weights that a step reads: all but the embedding table, a tied head once."""
     decoder = models.target.decoder
     layers = sum(
-        linear.weight.numel() for layer in decoder.stack.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        linear.weight.numel()
+        for layer in decoder.stack.layers
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
     )
     return (layers + decoder.head.weight.numel()) * 2
 
@@ -166,7 +172,9 @@ def kernels_of(call: Any) -> dict[str, int]:
     return {name: [counts[name], round(times[name], 1)] for name in sorted(counts, key=lambda n: -times[n])}
 
 
-def measure(name: str, contexts: list[int], sizes: list[int], out: Any, rows_list: list[int], noisy: bool) -> None:
+def measure(
+    name: str, contexts: list[int], sizes: list[int], out: Any, rows_list: list[int], noisy: bool
+) -> None:
     """Cells of one pair of dimensions."""
     size = SHAPES[name]
     bandwidth = copy_bandwidth()
@@ -193,7 +201,11 @@ def measure(name: str, contexts: list[int], sizes: list[int], out: Any, rows_lis
                         milliseconds = [timed(graph.replay) * 1e3 for _ in range(REPLAYS)]
                         marks = round_.stamps.tolist()
                         geometry = models.target.geometry
-                        floor = (weight_bytes(models) + batch * context * geometry.bytes_per_slot) / bandwidth * 1e3
+                        floor = (
+                            (weight_bytes(models) + batch * context * geometry.bytes_per_slot)
+                            / bandwidth
+                            * 1e3
+                        )
                         cell = {
                             "shape": name, "batch": batch, "context": context, "rows": rows, "noisy": noisy,
                             "context_kept": context_kept, "ms_round": round(statistics.median(milliseconds), 4),
@@ -210,7 +222,9 @@ def measure(name: str, contexts: list[int], sizes: list[int], out: Any, rows_lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", default=["default", "8b"], choices=sorted(SHAPES))
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024])
