@@ -119,6 +119,7 @@ class RuntimeConfig(BaseModel):
     )
     """auto: the first CUDA GPU if there is one, else the CPU."""
     attention_backend: Literal["auto", "sdpa"] = "auto"
+    """auto: on a GPU whole rounds as CUDA graphs of our kernels, where the model allows; sdpa: torch's attention."""
     linear: Literal["auto", "prepacked", "plain"] = "auto"
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)
