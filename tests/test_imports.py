@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ ROOT = Path(__file__).parent.parent
 ENGINES = {"torch", "transformers", "sglang"}
 IN_SGLANG = {"sglang_draft", "sglang_verify", "sglang_worker"}
 """Modules that run in SGLang's environment alone, and need what it has."""
+ON_TRITON = {"gpu_kernels", "gpu_tree", "gpu_pass", "gpu_round", "gpu_graphs"}
+"""Modules that are kernels or call them."""
+UNLOADABLE = IN_SGLANG | (set() if importlib.util.find_spec("triton") else ON_TRITON)
 RUNTIME_MODULES = sorted(
-    path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not in {"__init__"} | IN_SGLANG
+    path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not in {"__init__"} | UNLOADABLE
 )
 COMMAND_MODULES = {name for name in RUNTIME_MODULES if name == "command_options" or name.endswith("commands")}
 SERVING_MODULES = {name for name in RUNTIME_MODULES if name.startswith("http_") or name == "metrics"}
