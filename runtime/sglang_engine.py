@@ -10,11 +10,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from layouts.checks import tree_refusal
 from runtime.calibrate import Calibration
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, Running, Sink
@@ -30,11 +31,12 @@ from runtime.interface import (
 from runtime.kv_cache import KVCache
 from runtime.loader import Loaded, Pair, Progress, read_pair
 from runtime.proof import prove
-from runtime.round import Models
+from runtime.round import Models, SequenceRound
 from runtime.sequence import OutputToken, Speculation
 from runtime.sglang_arguments import launch_of
 from runtime.sglang_host import Launch, SglangProcess, check, environment_folder
 from runtime.target import TargetModel
+from runtime.traces import LateRounds, TracedRound
 
 WAIT_S = 0.02
 """A step waits so long for tokens; commands are obeyed between two steps."""
@@ -98,12 +100,9 @@ def prepare(config: RuntimeConfig) -> Prepared:
     budget = tree_budget_of(config, pair)
     drafter = pair.drafter_config
     block = (config.block_size or drafter.block_size) if drafter else 1
-    if config.mode == "tree" and 0 < budget < block - 1:
-        raise ConfigRejected(
-            f"tree_budget: {budget} is below the draft horizon {block - 1}: SGLang's slots must hold the draft block; "
-            f"use {block - 1} or more, 0, or a smaller block_size",
-            "tree_budget",
-        )
+    narrow = tree_refusal(budget, block) if budget else None
+    if narrow:
+        raise ConfigRejected(f"{narrow}, 0, or a smaller block_size", "tree_budget")
     layers = int(pair.checkpoint.config["num_hidden_layers"])
     if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
         raise ConfigRejected(
@@ -172,6 +171,7 @@ class SglangEngine(Engine):
         self._sent: dict[str, str] = {}
         """Requests that SGLang works on, by the name it has for them; no name is used twice."""
         self._names = itertools.count()
+        self._sampled = LateRounds()
         self._playing = self._captured()
         self._width = self._playing.tree_budget + 1
 
@@ -220,7 +220,23 @@ class SglangEngine(Engine):
                 count = self._take(running, answer)
                 if count:
                     emitted.append(count)
+                self._settle_rounds(running)
+        for sent in self._process.trees.take():
+            running = self._requests.get(self._sent.get(sent["id"], ""))
+            if running is not None:
+                self._sampled.add(running.ticket.request_id, _traced(sent, self._playing))
+                self._settle_rounds(running)
         return self._figures(emitted) if emitted else None
+
+    def traced(self, request_id: str, after: int = 0) -> tuple[TracedRound, ...]:
+        """Rounds of a request as SGLang's scheduler samples them while somebody looks; the first look begins that."""
+        self._process.trees.look([name for name, known in self._sent.items() if known == request_id])
+        return super().traced(request_id, after)
+
+    def _settle_rounds(self, running: Running, ended: bool = False) -> None:
+        text = running.ticket.progress
+        ids = [] if text is None else text.token_ids
+        self._sampled.settle(running.ticket.request_id, ids, running.traces, ended)
 
     def catch_up(self, tick: Callable[[], object]) -> None:
         """Hands over what runs; SGLang computes it."""
@@ -323,6 +339,7 @@ class SglangEngine(Engine):
         for name in [name for name, known in self._sent.items() if known == running.ticket.request_id]:
             del self._sent[name]
             self._process.cancel(name)
+        self._settle_rounds(running, ended=True)
         self.scheduler.finish(running.ticket, False)
         self._close(running, reason, error)
 
@@ -348,6 +365,15 @@ class SglangEngine(Engine):
             prefill_tokens=self.prefilled_tokens - tokens,
             prefill_s=0.0,
         )
+
+
+def _traced(sent: Mapping[str, Any], how: Speculation) -> TracedRound:
+    """A round as the scheduler sent it, its last token the target's own."""
+    ids = [int(each) for each in sent["tokens"]]
+    tokens = [OutputToken(each, i + 1 < len(ids)) for i, each in enumerate(ids)]
+    nodes = tuple((int(token), int(parent), int(depth), float(p)) for token, parent, depth, p in sent["nodes"])
+    outcome = SequenceRound(tokens, tuple(sent["path"]), nodes, None)
+    return TracedRound(int(sent["index"]), int(sent["position"]), outcome, how, len(tokens), False)
 
 
 def _ended(finish: Mapping[str, Any] | None, stopped: bool) -> str | None:

@@ -19,10 +19,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from runtime.sglang_checks import BACKENDS, check_server_args, check_version, installed_version
+from runtime.sglang_checks import BACKENDS, SEEDED, check_server_args, check_version, installed_version
 
 NAME = "DDTREE_CONSOLE"
-SEEDED = "DDTREE_SGLANG_SEEDED"
 HOOKED = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",

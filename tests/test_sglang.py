@@ -19,16 +19,20 @@ from typing import Any
 
 import psutil
 import pytest
+from http_serving import OPERATOR, served
 from test_rebuild import apply
 from test_runtime_contract import collect, idle, settle
+from test_traces import check_trees
 from tiny_models import tiny_config
 
+from runtime.http_client import HttpRuntime
 from runtime.interface import (
     ConfigRejected,
     EngineState,
     GenerateRequest,
     RequestFinished,
     RequestRejected,
+    Runtime,
     SamplingParams,
     TokensEmitted,
 )
@@ -144,14 +148,21 @@ async def test_every_mode_gives_the_plain_text_and_trees_are_accepted(start: Sta
         assert ids(await texts(runtime, 5, temperature=0.9, seed=5, top_p=0.8)) == filtered, mode
     description = await runtime.describe()
     assert description.engine == "sglang" and any("SGLang 0.5" in note for note in description.notes)
+    assert any("a seed gives the same text in every mode of this engine" in note for note in description.notes)
 
 
 async def test_many_rounds_of_compaction_leave_the_text_as_it_is(start: Start) -> None:
     from sglang_pair import PROMPTS
 
     runtime = await start(mode="tree")
-    whole = (await collect(runtime, request_of(PROMPTS[0], 120)))[-1]
+    async for event in runtime.generate(request_of(PROMPTS[0], 120)):
+        whole = event
+        trees = await runtime.trace(event.request_id)
     assert whole.reason == "length" and whole.stats.rounds >= 20
+    # The trees that the scheduler's process sampled meanwhile are of this text.
+    print(f"{len(trees)} of {whole.stats.rounds} rounds sampled")
+    assert trees and all(len(tree.nodes) == BUDGET + 1 for tree in trees)
+    check_trees(trees, (*PROMPTS[0], *whole.token_ids))
     # Its end, computed anew from a prefill of all that went before, is the same.
     known = PROMPTS[0] + whole.token_ids[:96]
     again = (await collect(runtime, request_of(known, 24)))[-1]
@@ -188,31 +199,34 @@ async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: St
     assert {each.field: each.effect for each in plan.changes} == {"mode": "rebuild", "temperature": "live"}
 
 
-async def test_native_to_sglang_and_back_under_a_running_request(start: Start) -> None:
+async def test_native_to_sglang_and_back_from_the_api_under_a_running_request(start: Start) -> None:
     from sglang_pair import PROMPTS
 
     runtime = await start(engine="native", layout="single", mode="tree")
-    alone = (await collect(runtime, request_of(PROMPTS[0], 90)))[-1]
-    for engine in ("sglang", "native"):
-        streaming = asyncio.create_task(collect(runtime, request_of(PROMPTS[0], 90)))
-        await settle(lambda: streams(runtime, 3), 120)
-        layout = "interpreted" if engine == "sglang" else "single"
-        report = await apply(runtime, {"engine": engine, "layout": layout})
-        assert report.failure is None and report.carried == 1, report.summary
-        status = await runtime.status()
-        assert status.state is EngineState.READY and status.config["engine"] == engine
-        end = (await streaming)[-1]
-        assert end.reason == "length" and len(end.token_ids) == 90
-        assert engine in str(end.stats.continued)
-        # Greedy text is the target's own in both engines, near-ties apart.
-        same = next(
-            (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b), 90
-        )
-        print(f"{engine}: the first difference is at {same} of 90")
+    async with served(runtime) as url:
+        api = HttpRuntime(url, OPERATOR)
+        alone = (await collect(api, request_of(PROMPTS[0], 90)))[-1]
+        for engine in ("sglang", "native"):
+            streaming = asyncio.create_task(collect(api, request_of(PROMPTS[0], 90)))
+            await settle(lambda: streams(api, 3), 120)
+            layout = "interpreted" if engine == "sglang" else "single"
+            report = await apply(api, {"engine": engine, "layout": layout})
+            assert report.failure is None and report.carried == 1, report.summary
+            status = await api.status()
+            assert status.state is EngineState.READY and status.config["engine"] == engine
+            end = (await streaming)[-1]
+            assert end.reason == "length" and len(end.token_ids) == 90
+            assert engine in str(end.stats.continued)
+            # Greedy text is the target's own in both engines, near-ties apart.
+            same = next(
+                (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b), 90
+            )
+            print(f"{engine}: the first difference is at {same} of 90")
+        await api.aclose()
     assert not children("sglang")
 
 
-async def streams(runtime: LocalRuntime, tokens: int) -> bool:
+async def streams(runtime: Runtime, tokens: int) -> bool:
     return any(each.output_tokens >= tokens for each in await runtime.requests())
 
 
@@ -280,7 +294,7 @@ async def check_refusals(runtime: LocalRuntime) -> None:
         with pytest.raises(ConfigRejected, match=words):
             await runtime.apply({"engine": "sglang", "layout": change}, plan.revision)
     for change, words in (
-        ({"engine": "sglang", "tree_budget": 3}, "below the draft horizon 5"),
+        ({"engine": "sglang", "tree_budget": 3}, "slots a request for a draft block of 6"),
         ({"engine": "sglang", "mode": "auto"}, "auto chooses round by round"),
         ({"engine": "sglang", "sglang_python": "/nowhere/python"}, "no program"),
     ):
