@@ -197,7 +197,6 @@ class SglangEngine(Engine):
             "frequency_penalty": asked.frequency_penalty != 0,
             "repetition_penalty": asked.repetition_penalty != 1,
             "min_tokens": asked.min_tokens > 0,
-            "min_p": asked.min_p > 0,
             "logprobs": asked.logprobs is not None,
         }
         for name, wanted in refused.items():
@@ -276,6 +275,7 @@ class SglangEngine(Engine):
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "sampling_seed": sampling.seed & (2**63 - 1),
             "stop_token_ids": sorted(sampling.stop_token_ids),
             # With this SGLang heeds no stop token at all; those of the request are looked for here as well.

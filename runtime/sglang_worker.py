@@ -32,7 +32,7 @@ from torch import Tensor
 from runtime.sglang_checks import MODE, check_captured_mask, check_worker
 from runtime.sglang_draft import Drafts, Head, TreeShape
 from runtime.sglang_trees import PLACE, TreeSampler
-from runtime.sglang_verify import Accepted, DDTreeVerifyInput, MaskBuffer, accept, choose, is_simple
+from runtime.sglang_verify import Accepted, DDTreeVerifyInput, MaskBuffer, accept, choose
 from runtime.tree import DraftTree, tree_links
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,7 @@ class DDTreeWorker(DFlashWorkerV2):
         requests = committed.shape[0]
         sampling = batch.sampling_info
         if sampling is not None:
-            noisy = not sampling.is_all_greedy and is_simple(sampling)
-            drafts.set_sampling(sampling.temperatures.view(-1), sampling.sampling_seed, noisy)
+            drafts.set_sampling(sampling.temperatures.view(-1), sampling.sampling_seed, sampling.top_ks)
         block_ids = torch.full((requests, block), self._mask_token_id, device=committed.device)
         block_ids[:, 0] = given.bonus_tokens
         positions = (committed.unsqueeze(1) + self._node_offsets[:block]).flatten()

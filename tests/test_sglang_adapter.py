@@ -110,7 +110,6 @@ async def test_what_sglang_cannot_do_for_one_request_is_refused_by_name(start: S
     runtime = await start(mode="tree")
     for field, sampling in {
         "logprobs": {"logprobs": 1},
-        "min_p": {"min_p": 0.2},
         "frequency_penalty": {"frequency_penalty": 0.1},
         "min_tokens": {"min_tokens": 3},
     }.items():
