@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -371,7 +371,9 @@ def _traced(sent: Mapping[str, Any], how: Speculation) -> TracedRound:
     """A round as the scheduler sent it, its last token the target's own."""
     ids = [int(each) for each in sent["tokens"]]
     tokens = [OutputToken(each, i + 1 < len(ids)) for i, each in enumerate(ids)]
-    nodes = tuple((int(token), int(parent), int(depth), float(p)) for token, parent, depth, p in sent["nodes"])
+    nodes = tuple(
+        (int(token), int(parent), int(depth), float(p)) for token, parent, depth, p in sent["nodes"]
+    )
     outcome = SequenceRound(tokens, tuple(sent["path"]), nodes, None)
     return TracedRound(int(sent["index"]), int(sent["position"]), outcome, how, len(tokens), False)
 

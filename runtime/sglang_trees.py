@@ -1,7 +1,8 @@
 """Draft trees on their way from SGLang's scheduler to who looks at them: sampled, bounded, nothing while nobody looks.
 
-SGLang's answers have room for tokens alone, so trees come as datagrams over a socket in a private folder. A file beside
-it names the requests that are looked at; the scheduler's process sends some of their rounds and drops what does not fit.
+SGLang's answers have room for tokens alone, so trees come as datagrams over a socket in a private folder. A file
+beside it names the requests that are looked at; a scheduler's process sends some of their rounds and drops what does
+not fit.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class LateRounds:
         self._waiting.setdefault(request_id, []).append(traced)
 
     def settle(self, request_id: str, text: list[int], traces: RequestTraces, ended: bool = False) -> None:
-        """Adds to `traces` what `text`, prompt included, bears out; when it has `ended`, what counts of the last one."""
+        """Adds to `traces` what `text`, prompt included, bears out; of the last one, at its end, what counts."""
         for traced in self._waiting.pop(request_id, []):
             ids = [token.token_id for token in traced.outcome.tokens]
             come = text[traced.position + 1 :][: len(ids)]

@@ -77,11 +77,15 @@ def check(options: argparse.Namespace, results: Results) -> None:
     layers = int(config["num_hidden_layers"])
     taps = list(drafter.target_layer_ids)
     if max(taps) >= layers - 1 or drafter.num_target_layers != layers:
-        raise SystemExit(f"{options.drafter} taps {taps}; SGLang gives layers 0 to {layers - 2} of {options.target}")
+        raise SystemExit(
+            f"{options.drafter} taps {taps}; SGLang gives layers 0 to {layers - 2} of {options.target}"
+        )
     prompts = {name: [len(ids) for ids in each] for name, each in prompt_ids(options).items()}
     longest = max(max(each) for each in prompts.values())
     if longest + options.tokens > options.context:
-        raise SystemExit(f"a prompt of {longest} tokens and {options.tokens} more exceed --context {options.context}")
+        raise SystemExit(
+            f"a prompt of {longest} tokens and {options.tokens} more exceed --context {options.context}"
+        )
     for arm in options.arms:
         results.note("arguments", arm=arm, resolved=parsed(arm, options))
     names = [cell[0] for arm in options.arms for cell in speed_cells(arm, options)]
@@ -101,14 +105,18 @@ def speed(options: argparse.Namespace, results: Results) -> None:
                 run(engine, several(warm[:4], at_once), at_once, 0.0, min(32, options.tokens))
             for name, kind, temperature, at_once in cells:
 
-                def measure(kind: str = kind, temperature: float = temperature, at_once: int = at_once) -> Any:
+                def measure(
+                    kind: str = kind, temperature: float = temperature, at_once: int = at_once
+                ) -> Any:
                     asked = several(prompts[kind], at_once)
                     return figures(*run(engine, asked, at_once, temperature, options.tokens))
 
                 results.cell(name, measure)
 
 
-def texts_of(arm: str, options: argparse.Namespace, results: Results, **changes: Any) -> dict[str, Any] | None:
+def texts_of(
+    arm: str, options: argparse.Namespace, results: Results, **changes: Any
+) -> dict[str, Any] | None:
     """The texts of one arm at both temperatures, as cells, so that another call can compare with them."""
     extra = "/eager" if changes else ""
     names = [f"texts/{arm}{extra}/T{temperature:g}" for temperature in TEMPERATURES]
@@ -137,7 +145,9 @@ def same(options: argparse.Namespace, results: Results) -> None:
     known = {arm: found for arm, found in texts.items() if found is not None}
     for arm, found in known.items():
         for temperature in TEMPERATURES:
-            results.note("same", arm=arm, temperature=temperature, **compared(plain[temperature], found[temperature]))
+            results.note(
+                "same", arm=arm, temperature=temperature, **compared(plain[temperature], found[temperature])
+            )
     if not results.missing([f"near_ties/{arm}" for arm in known]):
         return
     prompts = all_prompts(options)
@@ -145,7 +155,11 @@ def same(options: argparse.Namespace, results: Results) -> None:
         tau = results.cell("tau", lambda: {"value": tau_of(engine, prompts, plain[0.0])})
         for arm, found in known.items():
             if tau:
-                gaps = [gap for ids, text in zip(prompts, found[0.0], strict=True) for gap in gaps_of(engine, ids, text)]
+                gaps = [
+                    gap
+                    for ids, text in zip(prompts, found[0.0], strict=True)
+                    for gap in gaps_of(engine, ids, text)
+                ]
                 results.cell(f"near_ties/{arm}", lambda gaps=gaps: judged(gaps, tau["value"]))
 
 
@@ -253,9 +267,7 @@ def native(options: argparse.Namespace, results: Results) -> None:
                         ]
                         return _driven(built.engine, asked, at_once)
 
-                    results.cell(
-                        f"native/{mode}{budget or ''}/{kind}/T{temperature:g}/c{at_once}", measure
-                    )
+                    results.cell(f"native/{mode}{budget or ''}/{kind}/T{temperature:g}/c{at_once}", measure)
     built.engine.loaded.close()
 
 
@@ -335,7 +347,9 @@ def everything(options: argparse.Namespace, results: Results) -> None:
         command = [*_command(options, part, arms, options.out), "--seconds", f"{left:.0f}"]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            results.note("failed", part=part, arms=arms, code=done.returncode, told=done.stderr.splitlines()[-30:])
+            results.note(
+                "failed", part=part, arms=arms, code=done.returncode, told=done.stderr.splitlines()[-30:]
+            )
             if part == "check":
                 raise SystemExit(1)
 
@@ -357,14 +371,22 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder (ddtree model convert)")
+    parser.add_argument(
+        "--target", type=Path, required=True, help="Hugging Face folder (ddtree model convert)"
+    )
     parser.add_argument("--drafter", type=Path, default=ROOT / "runtime/drafters/smollm2-135m-instruct")
     parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="results of calls before this one")
+    parser.add_argument(
+        "--earlier", type=Path, nargs="*", default=[], help="results of calls before this one"
+    )
     parser.add_argument("--seconds", type=float, default=560.0, help="nothing begins after these")
     parser.add_argument("--site", type=Path, help="folder with SGLang, for the processes that need it")
-    parser.add_argument("--arms", type=lambda words: [w for w in words.split(",") if w], default=ARMS.split(","))
-    parser.add_argument("--concurrency", type=lambda words: [int(w) for w in words.split(",")], default=[1, 8, 32])
+    parser.add_argument(
+        "--arms", type=lambda words: [w for w in words.split(",") if w], default=ARMS.split(",")
+    )
+    parser.add_argument(
+        "--concurrency", type=lambda words: [int(w) for w in words.split(",")], default=[1, 8, 32]
+    )
     parser.add_argument("--prompts", type=int, default=12, help="of each set")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="longer prompts keep their end")
     parser.add_argument("--tokens", type=int, default=256)

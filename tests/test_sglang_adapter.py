@@ -194,7 +194,9 @@ async def test_a_killed_scheduler_ends_no_stream_and_sglang_is_started_again(sta
     assert not {each.pid for each in before} & {each.pid for each in children()}
 
 
-async def test_sglang_that_ends_soon_after_a_change_to_it_gives_way_to_the_engine_before(start: Start) -> None:
+async def test_sglang_that_ends_soon_after_a_change_to_it_gives_way_to_the_engine_before(
+    start: Start,
+) -> None:
     runtime = await start(engine="native", mode="tree", max_tokens=800)
     assert (await apply(runtime, {"engine": "sglang"})).failure is None
     streaming = asyncio.create_task(collect(runtime, ask(800)))
