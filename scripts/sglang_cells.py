@@ -293,8 +293,13 @@ def forced(engine: Any, prompt: list[int], text: list[int]) -> list[tuple[float,
     return [(own[0], top[0][0]) for own, top in zip(chosen, best, strict=True)]
 
 
-def gaps_of(engine: Any, prompt: list[int], text: list[int]) -> list[float]:
-    return [max(0.0, best - own) for own, best in forced(engine, prompt, text)]
+def gaps_of(engine: Any, prompts: list[list[int]], texts: list[list[int]]) -> list[float]:
+    """By how much each token of each text falls short of plain decoding's choice, in log-probability."""
+    return [
+        max(0.0, best - own)
+        for prompt, text in zip(prompts, texts, strict=True)
+        for own, best in forced(engine, prompt, text)
+    ]
 
 
 def tau_of(engine: Any, prompts: list[list[int]], texts: list[list[int]]) -> float:
@@ -304,8 +309,8 @@ def tau_of(engine: Any, prompts: list[list[int]], texts: list[list[int]]) -> flo
         settings = {"temperature": 0.0, "max_new_tokens": len(text), "ignore_eos": True}
         alone = engine.generate(input_ids=prompt, sampling_params=settings, return_logprob=True)
         told = alone["meta_info"]["output_token_logprobs"]
-        forced = forced(engine, prompt, alone["output_ids"])
-        differences += [abs(one[0] - many[0]) for one, many in zip(told, forced, strict=True)]
+        together = forced(engine, prompt, alone["output_ids"])
+        differences += [abs(one[0] - many[0]) for one, many in zip(told, together, strict=True)]
     differences.sort()
     return 2 * differences[min(len(differences) - 1, int(0.999 * len(differences)))]
 
@@ -316,3 +321,38 @@ def gpu_used() -> int | None:
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0])
     return None
+
+
+def config_of(options: argparse.Namespace, **fields: Any) -> Any:
+    from runtime.config import RuntimeConfig
+
+    device = options.set.get("device", "cuda")
+    shared = {"model": str(options.target), "drafter": str(options.drafter), "max_seq_len": options.context}
+    shared |= {"device": device, "max_concurrency": 32, "prefix_reuse": False}
+    return RuntimeConfig(**(shared | fields | options.runtime))
+
+
+def request_of(ids: list[int], tokens: int, temperature: float, seed: int, **fields: Any) -> Any:
+    from runtime.interface import GenerateRequest, SamplingParams
+
+    wanted = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1000 + seed)
+    return GenerateRequest(prompt_token_ids=tuple(ids), sampling=wanted, reuse_prefix=False, **fields)
+
+
+def driven(engine: Any, asked: list[Any], at_once: int) -> dict[str, Any]:
+    """Figures of requests of which `at_once` run at a time."""
+    ends: list[Any] = []
+
+    def keep(event: Any) -> None:
+        if type(event).__name__ == "RequestFinished":
+            ends.append(event.stats)
+
+    began = time.perf_counter()
+    for request in asked:
+        engine.submit(request, keep)
+        while len(engine.requests()) >= at_once:
+            engine.step()
+    while engine.busy:
+        engine.step()
+    told = [{"tokens": s.output_tokens, "rounds": s.rounds, "decode_s": s.decode_s or 0.0} for s in ends]
+    return figures(told, time.perf_counter() - began)

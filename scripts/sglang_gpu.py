@@ -40,6 +40,8 @@ from sglang_cells import (  # noqa: E402
     all_prompts,
     bring_sglang,
     compared,
+    config_of,
+    driven,
     engine_of,
     figures,
     gaps_of,
@@ -47,6 +49,7 @@ from sglang_cells import (  # noqa: E402
     judged,
     parsed,
     prompt_ids,
+    request_of,
     run,
     sampling,
     several,
@@ -155,11 +158,7 @@ def same(options: argparse.Namespace, results: Results) -> None:
         tau = results.cell("tau", lambda: {"value": tau_of(engine, prompts, plain[0.0])})
         for arm, found in known.items():
             if tau:
-                gaps = [
-                    gap
-                    for ids, text in zip(prompts, found[0.0], strict=True)
-                    for gap in gaps_of(engine, ids, text)
-                ]
+                gaps = gaps_of(engine, prompts, found[0.0])
                 results.cell(f"near_ties/{arm}", lambda gaps=gaps: judged(gaps, tau["value"]))
 
 
@@ -226,28 +225,12 @@ def _soaked(engine: Any, options: argparse.Namespace, results: Results) -> dict[
             "state": told}  # fmt: skip
 
 
-def _config(options: argparse.Namespace, **fields: Any) -> Any:
-    from runtime.config import RuntimeConfig
-
-    device = options.set.get("device", "cuda")
-    shared = {"model": str(options.target), "drafter": str(options.drafter), "max_seq_len": options.context}
-    shared |= {"device": device, "max_concurrency": 32, "prefix_reuse": False}
-    return RuntimeConfig(**(shared | fields | options.runtime))
-
-
-def _asked(ids: list[int], tokens: int, temperature: float, seed: int, **fields: Any) -> Any:
-    from runtime.interface import GenerateRequest, SamplingParams
-
-    wanted = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1000 + seed)
-    return GenerateRequest(prompt_token_ids=tuple(ids), sampling=wanted, reuse_prefix=False, **fields)
-
-
 def native(options: argparse.Namespace, results: Results) -> None:
     """The native engine in its own dtype for this device on the same prompts, modes and temperatures."""
     from runtime.rebuild import build
 
     prompts = prompt_ids(options)
-    built = build(_config(options, mode="tree", max_tree_budget=63), None, lambda _share, _what: None)
+    built = build(config_of(options, mode="tree", max_tree_budget=63), None, lambda _share, _what: None)
     results.note("native", seconds=round(built.seconds, 1), notes=list(built.engine.loaded.notes),
                  dtype=str(built.engine.models.target.dtype))  # fmt: skip
     for at_once in options.concurrency:
@@ -262,32 +245,13 @@ def native(options: argparse.Namespace, results: Results) -> None:
                         fields: Any = types.MappingProxyType({"mode": mode, "tree_budget": budget or None}),
                     ) -> dict[str, Any]:
                         asked = [
-                            _asked(ids, options.tokens, temperature, seed, **fields)
+                            request_of(ids, options.tokens, temperature, seed, **fields)
                             for seed, ids in enumerate(several(rows, at_once))
                         ]
-                        return _driven(built.engine, asked, at_once)
+                        return driven(built.engine, asked, at_once)
 
                     results.cell(f"native/{mode}{budget or ''}/{kind}/T{temperature:g}/c{at_once}", measure)
     built.engine.loaded.close()
-
-
-def _driven(engine: Any, asked: list[Any], at_once: int) -> dict[str, Any]:
-    """Figures of requests of which `at_once` run at a time."""
-    ends: list[Any] = []
-
-    def keep(event: Any) -> None:
-        if type(event).__name__ == "RequestFinished":
-            ends.append(event.stats)
-
-    began = time.perf_counter()
-    for request in asked:
-        engine.submit(request, keep)
-        while len(engine.requests()) >= at_once:
-            engine.step()
-    while engine.busy:
-        engine.step()
-    told = [{"tokens": s.output_tokens, "rounds": s.rounds, "decode_s": s.decode_s or 0.0} for s in ends]
-    return figures(told, time.perf_counter() - began)
 
 
 def kill(options: argparse.Namespace, results: Results) -> None:
@@ -301,9 +265,9 @@ async def _killed(options: argparse.Namespace) -> dict[str, Any]:
 
     from runtime.local import LocalRuntime
 
-    runtime = LocalRuntime(_config(options, engine="sglang", sglang_python=sys.executable, tree_budget=31))
+    runtime = LocalRuntime(config_of(options, engine="sglang", sglang_python=sys.executable, tree_budget=31))
     await runtime.wait_ready()
-    asked = _asked(prompt_ids(options)["maths"][0], options.tokens, 0.0, 0)
+    asked = request_of(prompt_ids(options)["maths"][0], options.tokens, 0.0, 0)
     alone = [event async for event in runtime.generate(asked)][-1]
     used, killed, events = gpu_used(), None, []
     async for event in runtime.generate(asked):
