@@ -33,7 +33,8 @@ from runtime.sglang_trees import PLACE, TreeBox
 SGLANG_VERSION = "0.5.18"
 """What `ddtree engine install sglang` installs."""
 DISTRIBUTION = "ddtree-console"
-CHECK_S = 180.0
+CHECK_S = 600.0
+"""A busy host may need minutes to import SGLang; `http_client.PREVIEW_S` is longer."""
 LOAD_S = 3600.0
 CLOSE_S = 10.0
 KEPT_LINES = 60

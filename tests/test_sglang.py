@@ -225,7 +225,8 @@ async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: St
     with pytest.raises(RequestRejected, match="mode: off was asked for, tree runs"):
         await collect(runtime, request_of(PROMPTS[0], 4).model_copy(update={"mode": "off"}))
     plan = await runtime.preview({"mode": "off", "temperature": 0.5})
-    assert {each.field: each.effect for each in plan.changes} == {"mode": "rebuild", "temperature": "live"}
+    effects = {each.field: each.effect for each in plan.changes}
+    assert effects == {"mode": "rebuild", "temperature": "live"}, plan.summary
 
 
 async def test_native_to_sglang_and_back_from_the_api_under_a_running_request(start: Start) -> None:
