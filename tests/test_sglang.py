@@ -235,23 +235,25 @@ async def test_native_to_sglang_and_back_from_the_api_under_a_running_request(st
     runtime = await start(engine="native", layout="single", mode="tree")
     async with served(runtime) as url:
         api = HttpRuntime(url, OPERATOR)
-        alone = (await collect(api, request_of(PROMPTS[0], 90)))[-1]
+        alone = (await collect(api, request_of(PROMPTS[0], 200)))[-1]
         for engine in ("sglang", "native"):
-            streaming = asyncio.create_task(collect(api, request_of(PROMPTS[0], 90)))
+            change = {"engine": engine, "layout": "interpreted" if engine == "sglang" else "single"}
+            assert (await api.preview(change)).allowed  # SGLang's parser takes longer than the text here
+            streaming = asyncio.create_task(collect(api, request_of(PROMPTS[0], 200)))
             await settle(lambda: streams(api, 3), 120)
-            layout = "interpreted" if engine == "sglang" else "single"
-            report = await apply(api, {"engine": engine, "layout": layout})
+            report = await apply(api, change)
             assert report.failure is None and report.carried == 1, report.summary
             status = await api.status()
             assert status.state is EngineState.READY and status.config["engine"] == engine
             end = (await streaming)[-1]
-            assert end.reason == "length" and len(end.token_ids) == 90
+            assert end.reason == "length" and len(end.token_ids) == 200
             assert engine in str(end.stats.continued)
             # Greedy text is the target's own in both engines, near-ties apart.
             same = next(
-                (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b), 90
+                (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b),
+                200,
             )
-            print(f"{engine}: the first difference is at {same} of 90")
+            print(f"{engine}: the first difference is at {same} of 200")
         await api.aclose()
     assert not children("sglang")
 
