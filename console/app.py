@@ -160,7 +160,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         return screen
 
     @property
-    def tree(self) -> TreeScreen:
+    def trees(self) -> TreeScreen:
         screen = self._screens[TreeScreen.NAME]
         assert isinstance(screen, TreeScreen)
         return screen
@@ -177,7 +177,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
 
     def _start(self) -> None:
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
-        self.run_worker(self.bridge.trees(self.tree.wanted), name="trees", group="trees", exit_on_error=False)
+        self.run_worker(
+            self.bridge.trees(self.trees.wanted), name="trees", group="trees", exit_on_error=False
+        )
 
     # The view
 
@@ -310,7 +312,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self.snapshots.saved()
 
     def on_trees_arrived(self, event: TreesArrived) -> None:
-        self.tree.arrived(event)
+        self.trees.arrived(event)
 
     def on_told(self, event: messages.Told) -> None:
         self._notice(event.text, event.bad)

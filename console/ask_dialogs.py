@@ -16,6 +16,7 @@ from textual.widgets import Input, Static, TextArea
 from console.ask_settings import FIELDS, AskSettings, parse
 from console.conversation import Turn
 from console.copying import short
+from console.dialogs import ScrollDialog
 from console.draft_tree import share_text, token_label
 from console.formats import clean_line
 from console.transcript_file import free_path
@@ -130,7 +131,7 @@ class TranscriptDialog(ModalScreen[Path | None]):
         self.query_one("#wrong", Static).update(Text.assemble((text, "bad")))
 
 
-class TokensDialog(ModalScreen[None]):
+class TokensDialog(ScrollDialog[None]):
     """Every token of an answer: drafted or the target's own, and its probability where that was asked for."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -148,9 +149,6 @@ class TokensDialog(ModalScreen[None]):
             yield Static("Tokens of the last answer", classes="title", markup=False)
             yield Static(tokens_text(self._turn), markup=False)
             yield Static("Esc closes this", classes="hint", markup=False)
-
-    def action_scroll(self, rows: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
 
 def tokens_text(turn: Turn) -> Text:

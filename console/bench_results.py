@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from console.formats import NA, number, rate
+from layouts.user_files import user_home
 
 CaseKey = tuple[str, int, int, float]
 """Mode, tree budget, concurrency, temperature."""
@@ -147,12 +148,7 @@ class Kept:
 
 def bench_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Where benches are kept: in the XDG data folder."""
-    home = Path(env.get("XDG_DATA_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_data_path()
-    return home / "ddtree" / "benches"
+    return user_home("data", env) / "benches"
 
 
 def keep(folder: Path, label: str, text: str, suffix: str) -> Path:

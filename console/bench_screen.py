@@ -25,11 +25,11 @@ from console.lists import List, Row
 from runtime.interface import Job
 
 COLUMNS = ("case", "at once", "T", "tok/s", "range", "x plain", "accept", "TTFT")
-CHANGING = ("start", "verify", "cancel_job")
 
 
 class BenchScreen(ConsoleScreen):
     NAME = "Bench"
+    CHANGING = ("start", "verify", "cancel_job")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r,enter", "start", "run", tooltip="Run the bench; other requests make it stop."),
         Binding(
@@ -84,9 +84,6 @@ class BenchScreen(ConsoleScreen):
         super().on_mount()
         self.query_one(List).focus()
         self.show(self._view)
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return None if self._view.read_only and action in CHANGING else True
 
     # Drawing
 

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "layouts": ("runtime.layout_commands", "layouts_app", "Parallelism layouts: presets, fit, evidence."),
     "model": ("runtime.model_commands", "model_app", "List, fetch and convert models."),
     "serve": ("runtime.serve_commands", "serve", "Serve without a screen: API, metrics, control."),
-    "service": ("runtime.service_commands", "service_app", "Install and manage the systemd unit of serve."),
+    "service": ("runtime.serve_commands", "service_app", "Install and manage the systemd unit of serve."),
     "ctl": ("runtime.ctl_commands", "ctl_app", "Steer a running runtime: status, changes, drain, stop."),
     "bench": (
         "runtime.bench_commands",

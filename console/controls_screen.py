@@ -22,11 +22,11 @@ from runtime.interface import ChangePlan
 COLUMNS = ("", "field", "value", "acts", "from")
 WIDE = 110
 """Columns of the terminal from which on the list says what each field takes."""
-CHANGING = ("edit", "apply_draft", "drop", "drop_all", "last_good")
 
 
 class ControlsScreen(ConsoleScreen):
     NAME = "Controls"
+    CHANGING = ("edit", "apply_draft", "drop", "drop_all", "last_good")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,e", "edit", "edit", tooltip="Edit the field; edits collect until they are applied."),
         Binding(
@@ -89,9 +89,6 @@ class ControlsScreen(ConsoleScreen):
         super().on_mount()
         self.query_one(List).focus()
         self.show(self._view)
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return None if self._view.read_only and action in CHANGING else True
 
     # Drawing
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from textual.app import App
+
+from layouts.user_files import replace_text, user_home
 
 TERMINAL_CHARS = 70_000
 """Terminals drop longer OSC 52 sequences, or cut them; xterm's limit is about 75 kB of base64."""
@@ -22,7 +22,7 @@ def copy(app: App[Any], text: str, what: str) -> tuple[str, bool]:
     size = f"{what}, {len(text)} characters"
     path = copied_path()
     try:
-        _write(path, text)
+        replace_text(path, text, errors="replace")
     except OSError as error:
         problem = f"{path}: {error.strerror or error}"
         if sent:
@@ -35,9 +35,7 @@ def copy(app: App[Any], text: str, what: str) -> tuple[str, bool]:
 
 def copied_path() -> Path:
     """Where the last copied text stands, in the XDG state folder."""
-    import platformdirs
-
-    return platformdirs.user_state_path("ddtree") / "copied.txt"
+    return user_home("state") / "copied.txt"
 
 
 def short(path: Path) -> str:
@@ -45,16 +43,3 @@ def short(path: Path) -> str:
     with contextlib.suppress(ValueError, RuntimeError):
         return f"~/{path.relative_to(Path.home())}"
     return str(path)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace", newline="") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

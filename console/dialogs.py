@@ -11,10 +11,17 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Button, Input, Static
 
 from console.formats import clean_line
+
+
+class ScrollDialog(ModalScreen[ScreenResultType]):
+    """A dialog over text that may be longer than the screen; its keys call `scroll`."""
+
+    def action_scroll(self, rows: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +186,7 @@ MEANINGS: HelpGroup = (
 )
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(ScrollDialog[None]):
     """Every key of the screen below, from its bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -203,9 +210,6 @@ class HelpScreen(ModalScreen[None]):
                 yield Static(Text(title, style="bold underline"))
                 yield Static(table, classes="help_rows")
             yield Static("Esc closes this", classes="hint", markup=False)
-
-    def action_scroll(self, rows: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
 
 def help_rows(bindings: Iterable[tuple[Binding, str]]) -> tuple[tuple[str, str], ...]:

@@ -9,9 +9,9 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from console.dialogs import ScrollDialog
 from console.formats import clean_line, clock
 from console.frame import styled
 from runtime.interface import Job
@@ -20,7 +20,7 @@ STYLES = {"error": "bad", "warning": "fair", "info": "", "ok": "good"}
 INDENT = " " * 9
 
 
-class DoctorScreen(ModalScreen[None]):
+class DoctorScreen(ScrollDialog[None]):
     """The findings of the last doctor job, the worst first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -67,9 +67,6 @@ class DoctorScreen(ModalScreen[None]):
 
     def action_again(self) -> None:
         self._start()
-
-    def action_scroll(self, rows: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
 
 def findings_text(result: Mapping[str, Any]) -> Text:

@@ -246,12 +246,15 @@ class ConsoleScreen(Screen[None]):
     """Base of the screens on the number keys. A subclass gives `NAME`, `body()` and `show()`."""
 
     NAME: ClassVar[str] = ""
+    CHANGING: ClassVar[tuple[str, ...]] = ()
+    """Actions that change something; their keys are dimmed in a read-only console."""
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]
 
     def __init__(self, tabs: tuple[tuple[str, str], ...]) -> None:
         super().__init__()
         self._tabs = tabs
+        self._read_only = False
         self.composed = False
         """True once all parts are there to be drawn on."""
 
@@ -270,6 +273,7 @@ class ConsoleScreen(Screen[None]):
 
     def draw(self, view: View) -> None:
         """Draws `view` if there is something to draw on."""
+        self._read_only = view.read_only
         if self.composed:
             self.query_one(StatusBar).show(view)
             self.query_one(NoticeBar).show(view)
@@ -277,6 +281,9 @@ class ConsoleScreen(Screen[None]):
 
     def show(self, view: View) -> None:
         """Draws the screen's own part of `view`."""
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return None if self._read_only and action in self.CHANGING else True
 
     def on_resize(self, event: events.Resize) -> None:
         tiny = event.size.width < MIN_WIDTH or event.size.height < MIN_HEIGHT

@@ -33,6 +33,7 @@ ROWS_SHORT, ROWS_TALL = 5, 12
 
 class LayoutsScreen(ConsoleScreen):
     NAME = "Layouts"
+    CHANGING = ("choose",)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j,down", "move(1)", "down", show=False, tooltip="The next layout."),
         Binding("k,up", "move(-1)", "up", show=False, tooltip="The layout before."),
@@ -194,10 +195,6 @@ class LayoutsScreen(ConsoleScreen):
             f"{ranking.host.words}"
         )
         return clean_line(title, max(self.size.width - 6, 20))
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """In a read-only console the key that applies is dimmed."""
-        return None if action == "choose" and self._view.read_only else True
 
     def action_move(self, rows: int) -> None:
         if self._ranking is not None and self._ranking.plans:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from layouts.user_files import replace_text, user_home
 
 Value = str | int | float | bool
 MAX_BYTES = 64 * 1024
@@ -24,12 +24,7 @@ class Preferences:
 
 def preference_path(env: Mapping[str, str] = os.environ) -> Path:
     """Where the preferences lie: in the XDG state folder."""
-    home = Path(env.get("XDG_STATE_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_state_path()
-    return home / "ddtree" / "console.json"
+    return user_home("state", env) / "console.json"
 
 
 class PreferenceFile:
@@ -62,19 +57,9 @@ class PreferenceFile:
                 "values": dict(preferences.values),
             }
         )
-        draft = ""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, draft = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".draft")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, self.path)
+            replace_text(self.path, text + "\n")
         except OSError as error:
-            if draft:
-                with contextlib.suppress(OSError):
-                    os.unlink(draft)
             return f"preferences are not kept in {self.path}: {error.strerror}"
         return ""
 

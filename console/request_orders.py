@@ -37,4 +37,4 @@ class RequestOrders:
     async def action_open_tree(self, request_id: str) -> None:
         """Shows the draft trees of a request."""
         await self.action_screen_named(TreeScreen.NAME)
-        self.tree.follow(request_id)
+        self.trees.follow(request_id)

@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static, TextArea
 
 from console.archive import Archive, explain
+from console.dialogs import ScrollDialog
 from console.formats import clean_text
 from console.frame import styled
 
@@ -99,7 +100,7 @@ class SaveDialog(ModalScreen[None]):
             self.dismiss(None)
 
 
-class PageDialog(ModalScreen[None]):
+class PageDialog(ScrollDialog[None]):
     """Text to be read: a snapshot's page, or two snapshots beside each other."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -124,11 +125,8 @@ class PageDialog(ModalScreen[None]):
             classes="wide_dialog",
         )
 
-    def action_scroll(self, rows: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
-
-class RollbackDialog(ModalScreen[Choice | None]):
+class RollbackDialog(ScrollDialog[Choice | None]):
     """What a rollback would do; Cancel has the focus, and a refused one cannot be confirmed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -161,9 +159,6 @@ class RollbackDialog(ModalScreen[Choice | None]):
 
     def on_mount(self) -> None:
         self.query_one("#no", Button).focus()
-
-    def action_scroll(self, rows: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
     def action_answer(self, choice: str) -> None:
         if not choice:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 AHEAD = 10
 """Rows before the end of the list at which older snapshots are fetched."""
 FILTER_PAUSE_S = 0.15
-CHANGING = ("roll_back", "verify")
 
 
 class SnapshotList(OptionList):
@@ -44,6 +43,7 @@ class SnapshotList(OptionList):
 
 class SnapshotsScreen(ConsoleScreen):
     NAME = "Snapshots"
+    CHANGING = ("roll_back", "verify")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter", tooltip="Show only snapshots that hold these words."),
         Binding("space", "mark", "mark", tooltip="Mark for the difference; again takes the mark away."),
@@ -84,7 +84,6 @@ class SnapshotsScreen(ConsoleScreen):
         self._here = Here()
         self._doing = ""
         self._author = "console"
-        self._read_only = False
         self._in_flight = 0
 
     def body(self) -> list[Widget]:
@@ -110,13 +109,8 @@ class SnapshotsScreen(ConsoleScreen):
         self.action_reload()
 
     def show(self, view: View) -> None:
-        self._read_only = view.read_only
         self._in_flight = view.status.running if view.status is not None else 0
         self._tell_store()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Changing keys are dimmed in a read-only console."""
-        return None if self._read_only and action in CHANGING else True
 
     # Reading the store
 

@@ -6,11 +6,9 @@ A record is only ever compared with, and only ever corrects, what has the same s
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from layouts.library import MAX_BYTES, Library, explained
 from layouts.presets import Conditions, Degrees, Evidence, Scope
+from layouts.user_files import replace_text, user_home
 from layouts.values import Frozen, LayoutError, model_name
 
 LOCK_S = 10.0
@@ -32,12 +31,7 @@ class EvidenceFile(Frozen):
 
 def evidence_file(env: Mapping[str, str] = os.environ) -> Path:
     """Where records of this user stand: `ddtree/evidence.toml` in the XDG data folder."""
-    home = Path(env.get("XDG_DATA_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_data_path()
-    return home / "ddtree" / "evidence.toml"
+    return user_home("data", env) / "evidence.toml"
 
 
 def read_evidence(path: Path) -> tuple[Evidence, ...]:
@@ -83,27 +77,12 @@ def append_evidence(path: Path, records: Iterable[Evidence]) -> int:
             there = {record.model_dump_json() for record in kept}
             fresh = {key: record for record in records if (key := record.model_dump_json()) not in there}
             if fresh:
-                _replace(path, evidence_text((*kept, *fresh.values())))
+                replace_text(path, evidence_text((*kept, *fresh.values())))
             return len(fresh)
     except Timeout:
         raise LayoutError(f"{path}: another process has held its lock for {LOCK_S:g} s; try again") from None
     except OSError as error:
         raise LayoutError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `text` beside `path`, synced, and rename it over it."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from layouts.presets import Preset
 from layouts.shapes import DrafterShape, Experts, Hardware, Latent, ModelShape
+from layouts.user_files import user_home
 from layouts.values import HOST, LayoutError, model_name
 
 SHIPPED = Path(__file__).parent
@@ -73,12 +74,7 @@ def _named(items: Mapping[str, Item], name: str, what: str) -> Item:
 
 def user_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Where a user's own files stand: `ddtree/layouts` in the XDG configuration folder."""
-    home = Path(env.get("XDG_CONFIG_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_config_path()
-    return home / "ddtree" / "layouts"
+    return user_home("config", env) / "layouts"
 
 
 def load_library(user: Path | None = None, *, strict: bool = False) -> Library:

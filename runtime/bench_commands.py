@@ -260,7 +260,7 @@ async def _on_server(
 
 async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: ProgressLine) -> "LoadReport":
     from runtime.connect import open_runtime
-    from runtime.load_targets import RuntimeTarget
+    from runtime.load import RuntimeTarget
 
     budgets = tuple(each for each in plan.budgets if each is not None)
     config = with_room(config, budgets)
@@ -280,9 +280,9 @@ async def _measure(
     plan: LoadPlan, target: "Target", facts: Mapping[str, Any], local: bool, progress: ProgressLine
 ) -> "LoadReport":
     """Runs all loads one after another; the energy counted is this host's, so only of what runs on it."""
-    from runtime.energy import EnergyMeter
     from runtime.load import run_load
     from runtime.load_report import LoadReport, conditions, summarise
+    from runtime.nvml_probe import EnergyMeter
 
     before = conditions(facts, len(plan.prompts))
     results: list[LoadResult] = []

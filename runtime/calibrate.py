@@ -1,4 +1,4 @@
-"""Measurements of this host: what a round costs by tree size, the default budget, and, idle or new, the baselines.
+"""What an engine goes through before it serves: its first tokens, the default budget and, also when idle, baselines.
 
 The best budget depends on how much a verify of more rows costs here and on how much acceptance it buys, so it is
 chosen from measured step times and the drafter's measured accept lengths.
@@ -17,7 +17,15 @@ import torch
 
 from runtime.attention import Segment, Step, causal_mask
 from runtime.engine import Engine
-from runtime.interface import Baseline, GenerateRequest, Mode, RequestFinished, SamplingParams
+from runtime.interface import (
+    Baseline,
+    GenerateEvent,
+    GenerateRequest,
+    Mode,
+    RequestFinished,
+    RuntimeUnavailable,
+    SamplingParams,
+)
 from runtime.loader import Loaded
 from runtime.samples import MEASURING
 
@@ -139,6 +147,21 @@ def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:
     )
 
 
+def prove(engine: Engine) -> None:
+    """Decodes two tokens, the second one in a round: before that an engine does not count as ready.
+
+    Raises RuntimeUnavailable where they do not come.
+    """
+    finished: list[RequestFinished] = []
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(prompt_token_ids=(0,), sampling=sampling, reuse_prefix=False)
+    engine.submit(request, _keeper_of_ends(finished))
+    while engine.busy:
+        engine.step()
+    if not finished or len(finished[0].token_ids) != 2:
+        raise RuntimeUnavailable("the engine gave no tokens in its first round")
+
+
 def calibrate(engine: Engine) -> Calibration:
     """Measures this host with an idle engine and returns the budget to use by default."""
     loaded = engine.loaded
@@ -182,6 +205,16 @@ def _measure_baselines(engine: Engine, interrupted: Callable[[], bool]) -> tuple
     return tuple(baselines)
 
 
+def _keeper_of_ends(finished: list[RequestFinished]) -> Callable[[GenerateEvent], None]:
+    """A sink that keeps the last event of each request."""
+
+    def sink(event: GenerateEvent) -> None:
+        if isinstance(event, RequestFinished):
+            finished.append(event)
+
+    return sink
+
+
 def _prompt_ids(loaded: Loaded) -> tuple[int, ...]:
     """The fixed prompt as a chat where the model has a template, else as plain text."""
     try:
@@ -201,11 +234,6 @@ def _run(
 ) -> float | None:
     """Decodes one fixed prompt; returns tok/s, None if interrupted; appends the stage times of its rounds."""
     finished: list[RequestFinished] = []
-
-    def sink(event: object) -> None:
-        if isinstance(event, RequestFinished):
-            finished.append(event)
-
     limits = engine.loaded.limits
     room = min(limits.max_seq_len, limits.kv_slots - limits.slot_reserve)
     if room < 2:
@@ -219,7 +247,7 @@ def _run(
         reuse_prefix=False,
         client=MEASURING,
     )
-    request_id = engine.submit(request, sink)
+    request_id = engine.submit(request, _keeper_of_ends(finished))
     while engine.busy:
         if interrupted():
             engine.cancel(request_id)

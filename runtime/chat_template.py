@@ -11,6 +11,8 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from runtime.rejection import words_of
+
 
 class _GenerationTag(Extension):
     """Renders `{% generation %}...{% endgeneration %}`, a mark for training, as what stands between."""
@@ -38,7 +40,7 @@ def compile_template(source: str) -> Any:
     try:
         return environment.from_string(source)
     except TemplateError as error:
-        raise ValueError(f"the model's chat template is invalid: {_one_line(error)}") from None
+        raise ValueError(f"the model's chat template is invalid: {words_of(error)}") from None
 
 
 def render_chat(template: Any, names: Mapping[str, Any]) -> str:
@@ -55,7 +57,7 @@ def render_chat(template: Any, names: Mapping[str, Any]) -> str:
     try:
         return str(template.render(**names))
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"the model's chat template refuses these messages: {_one_line(error)}") from None
+        raise ValueError(f"the model's chat template refuses these messages: {words_of(error)}") from None
 
 
 def _to_json(
@@ -73,7 +75,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from layouts.user_files import user_home
 from runtime.interface import ConfigRejected
 from runtime.native_layouts import NATIVE_LAYOUTS
 from runtime.rejection import allowed, kind_of, nearest, rejection
@@ -117,6 +118,7 @@ class RuntimeConfig(BaseModel):
     )
     """auto: the first CUDA GPU if there is one, else the CPU."""
     attention_backend: Literal["auto", "sdpa"] = "auto"
+    """auto: on a GPU whole rounds as CUDA graphs of our kernels, where the model allows; sdpa: torch's attention."""
     linear: Literal["auto", "prepacked", "plain"] = "auto"
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)
@@ -284,12 +286,7 @@ def resolve(
 
 def default_file(env: Mapping[str, str] = os.environ) -> Path:
     """Where the configuration file is looked for when none is named."""
-    home = Path(env.get("XDG_CONFIG_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_config_path()
-    return home / "ddtree" / "config.toml"
+    return user_home("config", env) / "config.toml"
 
 
 def to_toml(config: RuntimeConfig) -> str:

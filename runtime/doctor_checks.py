@@ -31,6 +31,26 @@ class Finding(Frozen):
     fix: Fix | None = None
     """What `--fix` can do about it; None: nothing."""
 
+    @classmethod
+    def judged(
+        cls,
+        bad: object,
+        *,
+        id: str,
+        found: str,
+        expected: str,
+        remedy: str,
+        source: str,
+        severity: Severity = "warning",
+        fix: Fix | None = None,
+    ) -> Finding:
+        """`severity`, `remedy` and `fix` are for where something is `bad`; else all is ok."""
+        if not bad:
+            severity, remedy, fix = "ok", "", None
+        return cls(
+            id=id, found=found, expected=expected, severity=severity, remedy=remedy, source=source, fix=fix
+        )
+
 
 def grammar_backend(probe: Probe) -> Finding:
     """The xgrammar that the installed sglang was made for."""
@@ -42,12 +62,12 @@ def grammar_backend(probe: Probe) -> Finding:
         found = (
             f"xgrammar {have or 'is missing'}; sglang {probe.packages.versions['sglang']} asks for {wanted}"
         )
-    return Finding(
+    return Finding.judged(
+        bad,
         id="grammar-backend",
         found=found,
         expected="the xgrammar version that sglang asks for",
-        severity="warning" if bad else "ok",
-        remedy=f"pip install 'xgrammar{wanted}', or start SGLang with --grammar-backend none" if bad else "",
+        remedy=f"pip install 'xgrammar{wanted}', or start SGLang with --grammar-backend none",
         source="package metadata",
     )
 
@@ -55,14 +75,14 @@ def grammar_backend(probe: Probe) -> Finding:
 def nvml_package(probe: Probe) -> Finding:
     """The deprecated package that shadows the NVML binding."""
     shadow = probe.packages.versions.get("pynvml")
-    return Finding(
+    return Finding.judged(
+        shadow,
         id="nvml-package",
         found=f"the deprecated package pynvml {shadow} is installed"
         if shadow
         else f"nvidia-ml-py {probe.packages.versions.get('nvidia-ml-py', 'is not installed')}",
         expected="nvidia-ml-py alone: pynvml shadows it and warns at import",
-        severity="warning" if shadow else "ok",
-        remedy="pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py" if shadow else "",
+        remedy="pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py",
         source="package metadata",
     )
 
@@ -84,14 +104,12 @@ def altered_packages(probe: Probe) -> Finding:
         if probe.packages.unchecked
         else ""
     )
-    return Finding(
+    return Finding.judged(
+        altered,
         id="packages-altered",
         found=(listed or "watched packages are as they were installed") + rest,
         expected="no file that differs from its RECORD, or a snapshot that keeps the patch",
-        severity="warning" if altered else "ok",
-        remedy="keep them: ddtree snapshot save; drop them: pip install --force-reinstall --no-deps PACKAGE==VERSION"
-        if altered
-        else "",
+        remedy="keep them: ddtree snapshot save; drop them: pip install --force-reinstall --no-deps PACKAGE==VERSION",
         source="SHA-256 of Python files against RECORD of " + ", ".join(sorted(probe.packages.versions)),
     )
 
@@ -123,12 +141,12 @@ def port(probe: Probe) -> Finding:
         found = f"{address} is held by your running ddtree"
     elif taken:
         found = f"{address} is held by another program"
-    return Finding(
+    return Finding.judged(
+        taken,
         id="port",
         found=found,
         expected="a free port, or a ddtree of yours on it",
-        severity="warning" if taken else "ok",
-        remedy=f"who holds it: ss -ltnp 'sport = :{use.port}'; or: ddtree serve --port N" if taken else "",
+        remedy=f"who holds it: ss -ltnp 'sport = :{use.port}'; or: ddtree serve --port N",
         source="bind",
     )
 
@@ -172,18 +190,17 @@ def logout(probe: Probe) -> Finding:
 def private_files(probe: Probe) -> Finding:
     """Key and instance files that others may read."""
     loose = probe.loose_files
-    return Finding(
+    return Finding.judged(
+        loose,
         id="private-files",
         found=f"others may read {', '.join(loose)}"
         if loose
         else "keys and instance files are readable by you only",
         expected="mode 0600",
-        severity="error" if loose else "ok",
-        remedy=f"chmod 600 {' '.join(loose)}; where others use this host, delete the key and restart"
-        if loose
-        else "",
+        remedy=f"chmod 600 {' '.join(loose)}; where others use this host, delete the key and restart",
+        severity="error",
         source="file modes in the runtime folder",
-        fix="private-files" if loose else None,
+        fix="private-files",
     )
 
 

@@ -74,12 +74,12 @@ def gpu_driver(probe: Probe) -> Finding:
 def gpu_mig(probe: Probe) -> Finding:
     """GPUs divided into MIG instances."""
     divided = [gpu for gpu in probe.driver.gpus if gpu.mig]
-    return Finding(
+    return Finding.judged(
+        divided,
         id="gpu-mig",
         found=f"MIG is on: {_indices(divided)}" if divided else _of_gpus(probe, "MIG is off"),
         expected="whole GPUs: instances have no peer-to-peer, no power or utilisation readings, a part of the memory",
-        severity="warning" if divided else "ok",
-        remedy="to use them whole: sudo nvidia-smi -i N -mig 0 (with no program on them)" if divided else "",
+        remedy="to use them whole: sudo nvidia-smi -i N -mig 0 (with no program on them)",
         source="NVML nvmlDeviceGetMigMode",
     )
 
@@ -169,14 +169,14 @@ def attention_sm120(probe: Probe) -> Finding:
     """FlashInfer's attention on compute capability 12.0."""
     flashinfer = probe.packages.versions.get("flashinfer-python")
     affected = _sm120(probe) if flashinfer else []
-    return Finding(
+    return Finding.judged(
+        affected,
         id="attention-sm120",
         found=f"FlashInfer {flashinfer} and compute capability 12.x: {_indices(affected)}"
         if affected
         else _of_gpus(probe, "no GPU of compute capability 12.x with FlashInfer"),
         expected="triton attention on compute capability 12.x",
-        severity="warning" if affected else "ok",
-        remedy="SGLang: --attention-backend triton" if affected else "",
+        remedy="SGLang: --attention-backend triton",
         source="NVML, package metadata; operators' reports for RTX PRO 6000 Blackwell",
     )
 
@@ -184,16 +184,15 @@ def attention_sm120(probe: Probe) -> Finding:
 def shared_memory_sm120(probe: Probe) -> Finding:
     """The smaller shared memory of compute capability 12.0."""
     affected = _sm120(probe)
-    return Finding(
+    return Finding.judged(
+        affected,
         id="shared-memory-sm120",
         found=f"100 KB of shared memory per multiprocessor (228 KB on 9.0 and 10.0): {_indices(affected)}"
         if affected
         else _of_gpus(probe, "no GPU of compute capability 12.x"),
         expected="kernels tuned for 100 KB on compute capability 12.x",
-        severity="info" if affected else "ok",
-        remedy='where a kernel fails with "out of resource: shared memory", lower its tile sizes or stages'
-        if affected
-        else "",
+        remedy='where a kernel fails with "out of resource: shared memory", lower its tile sizes or stages',
+        severity="info",
         source="CUDA C++ Programming Guide, technical specifications per compute capability",
     )
 
@@ -206,12 +205,12 @@ def pcie_link(probe: Probe) -> Finding:
         if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max
     ]
     lanes = ", ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)
-    return Finding(
+    return Finding.judged(
+        narrow,
         id="pcie-link",
         found=lanes or _of_gpus(probe, "all links at full width"),
         expected="each card on all its PCIe lanes: transfers between cards take as much longer as lanes are missing",
-        severity="warning" if narrow else "ok",
-        remedy="look whether the slot is wired for all lanes, then reseat card or riser" if narrow else "",
+        remedy="look whether the slot is wired for all lanes, then reseat card or riser",
         source="/sys/bus/pci current_link_width and max_link_width, NVML",
     )
 
@@ -221,7 +220,8 @@ def peer_to_peer(probe: Probe) -> Finding:
     blocked = probe.driver.blocked_peers
     pairs = ", ".join(f"{one}-{other}" for one, other in blocked[:8]) + (" ..." if len(blocked) > 8 else "")
     several = len(probe.driver.gpus) > 1
-    return Finding(
+    return Finding.judged(
+        blocked,
         id="peer-to-peer",
         found=f"no peer-to-peer between GPUs {pairs}"
         if blocked
@@ -229,10 +229,8 @@ def peer_to_peer(probe: Probe) -> Finding:
         if several
         else _of_gpus(probe, "one GPU"),
         expected="peer-to-peer between all GPUs of a tensor- or expert-parallel layout",
-        severity="warning" if blocked else "ok",
-        remedy="switch IOMMU/ACS off in firmware (or iommu=pt), check that the driver allows peer-to-peer for this card"
-        if blocked
-        else "",
+        remedy="switch IOMMU/ACS off in firmware (or iommu=pt), "
+        "check that the driver allows peer-to-peer for this card",
         source="NVML nvmlDeviceGetP2PStatus",
     )
 
@@ -245,14 +243,13 @@ def numa_split(probe: Probe) -> Finding:
             nodes.setdefault(gpu.numa_node, []).append(gpu)
     split = len(nodes) > 1
     where = "; ".join(f"node {node}: {_indices(gpus)}" for node, gpus in sorted(nodes.items()))
-    return Finding(
+    return Finding.judged(
+        split,
         id="numa",
         found=where if split else _of_gpus(probe, f"all GPUs on one NUMA node of {max(probe.numa_nodes, 1)}"),
         expected="ranks of a small layout on one NUMA node, each process bound to the node of its GPU",
-        severity="info" if split else "ok",
-        remedy="for a layout of few GPUs choose those of one node (CUDA_VISIBLE_DEVICES); SGLang: --numa-node"
-        if split
-        else "",
+        remedy="for a layout of few GPUs choose those of one node (CUDA_VISIBLE_DEVICES); SGLang: --numa-node",
+        severity="info",
         source="/sys/bus/pci numa_node",
     )
 

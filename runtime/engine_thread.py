@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from runtime.changes import load_key
 from runtime.config import RuntimeConfig
 from runtime.idle import IdleClock
 from runtime.interface import (
@@ -34,7 +35,6 @@ from runtime.interface import (
 from runtime.last_good import PROOF_SECONDS
 from runtime.logs import LOGGER, start_logging, unwatch_log, watch_log
 from runtime.rebuild import Built, Order, Parked, build, recovery, stated
-from runtime.rebuild_plan import load_key
 from runtime.rebuilder import SERVING, Rebuilder
 from runtime.telemetry import HostSampler
 from runtime.watching import Watcher

@@ -40,7 +40,7 @@ IDLE_S = 0.4
 """An idle gang is asked so often whether it lives."""
 COMPLAINT = "by peer"
 """What a rank says whose peer has gone: that it closed or reset their connection."""
-PRELOADED = ["runtime.gang_server"]
+PRELOADED = ["runtime.gang_rank"]
 CLOSE_S = 5.0
 SETTLE_S = 0.25
 """After a fault, so long for what caused it to show."""

@@ -14,6 +14,9 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
+# The process that ranks are forked from must not initialise CUDA: no fork could use it then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import torch
 import torch.distributed as dist
 import transformers

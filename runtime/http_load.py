@@ -10,6 +10,7 @@ import httpx
 
 from runtime.interface import RuntimeUnavailable
 from runtime.load import Arrived, Ended, Shot, ShotFailed
+from runtime.rejection import words_of
 
 CONNECT_S = 10.0
 
@@ -40,7 +41,7 @@ class OpenAiTarget:
         try:
             reply = await self._client.get("/v1/models", timeout=CONNECT_S)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise RuntimeUnavailable(f"{self.url} does not answer: {_words(error)}") from None
+            raise RuntimeUnavailable(f"{self.url} does not answer: {words_of(error)}") from None
         if reply.status_code != 200:
             raise RuntimeUnavailable(f"{self.url}/v1/models: {_refusal(reply.status_code, reply.content)}")
         try:
@@ -69,7 +70,7 @@ class OpenAiTarget:
                         yield Arrived()
                 yield end
         except httpx.HTTPError as error:
-            raise ShotFailed(_words(error)) from None
+            raise ShotFailed(words_of(error)) from None
 
     def _body(self, shot: Shot) -> dict[str, Any]:
         load = shot.load
@@ -144,10 +145,6 @@ def _message(answer: Any) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
     said = error.get("message") if isinstance(error, dict) else error
     return " ".join(str(said or "").split())[:200]
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _is_local(url: str) -> bool:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from runtime.http_connection import ClientGone, EventStream, StrictRoute, while_connected
+from runtime.http_connection import CLIENT_LEFT, ClientGone, EventStream, StrictRoute, while_connected
 from runtime.http_errors import ApiError
 from runtime.http_reply import ChatFormat, ChatReply, CompletionFormat, CompletionReply, Format
 from runtime.http_run import ChoiceEvent, Job, choice_events, frames, opening_events, whole
-from runtime.http_settings import ServerSettings
 from runtime.http_wire import ChatRequest, CompletionRequest, GenerationFields
 from runtime.interface import (
     Description,
@@ -29,8 +28,8 @@ from runtime.interface import (
 )
 from runtime.rejection import plain
 
-CLIENT_CLOSED_REQUEST = 499
-"""Status that access logs show for a client that left before its answer (nginx's number); nobody receives it."""
+if TYPE_CHECKING:
+    from runtime.listener import ServerSettings
 
 
 class ServedModel(BaseModel):
@@ -96,7 +95,7 @@ async def _reply(
         events = choice_events(runtime, job, settings.keep_alive_s, limit_s)
         opening = await while_connected(_opened(events, job), request.receive)
     except ClientGone:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_LEFT)
     closed_after = None if limit_s is None else limit_s + settings.keep_alive_s
     return EventStream(frames(job, opening, events), events.aclose, closed_after, headers)
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from layouts.user_files import user_home
 from runtime.interface import ConfigRejected, RuntimeFault
 
 PREFIX, SUFFIX = "instance-", ".json"
@@ -62,12 +63,7 @@ def runtime_folder(env: Mapping[str, str] = os.environ) -> Path:
     if session.is_absolute() and os.access(session, os.W_OK | os.X_OK):
         folder = session / "ddtree"
     else:
-        state = Path(env.get("XDG_STATE_HOME", ""))
-        if not state.is_absolute():
-            import platformdirs
-
-            state = platformdirs.user_state_path()
-        folder = state / "ddtree" / "run"
+        folder = user_home("state", env) / "run"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

@@ -25,6 +25,7 @@ from pydantic import Field
 from runtime.samples import (
     STAGES,
     Baseline,
+    Description,
     EngineState,
     FinishReason,
     Frozen,
@@ -250,34 +251,6 @@ class RequestFinished(Frozen):
 
 
 GenerateEvent = RequestAdmitted | TokensEmitted | RequestFinished
-
-
-class Description(Frozen):
-    """What runs; fixed until a rebuild."""
-
-    engine: str
-    target: str
-    target_digest: str | None
-    drafter: str | None
-    architecture: str | None
-    block_size: int | None
-    """The drafter's trained block size; None without a drafter."""
-    max_tree_budget: int
-    max_seq_len: int
-    max_concurrency: int
-    vocab_size: int | None
-    dtype: str | None
-    device: str | None
-    threads: int | None
-    linear: str | None
-    """Which linear layers run: prepacked or plain."""
-    layout: str | None = None
-    """What is split over which processes, in words; may be less than the layout's name says."""
-    host: str
-    pid: int
-    speculation: str
-    """"ready", or "inactive: " and the reason."""
-    notes: tuple[str, ...] = ()
 
 
 class FieldChange(Frozen):

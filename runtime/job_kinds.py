@@ -1,7 +1,7 @@
-"""The jobs every engine offers: a bench and a verify of the runtime that serves, run as a client of it.
+"""The jobs every runtime offers: bench, verify and tune of what serves, run as a client of it, and doctor of its host.
 
-What they measure and compare is that of `ddtree bench` and `ddtree verify`; here the requests go through the serving
-runtime, so its own queue, batching and configuration are what is measured.
+What they measure and compare is that of the commands of these names; here the requests go through the serving runtime,
+so its own queue, batching and configuration are what is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -40,7 +40,7 @@ Prompts = tuple[dict[str, Any], ...]
 
 
 class Measured(Frozen):
-    """What bench and verify have in common."""
+    """What bench, verify and tune have in common."""
 
     tree_budgets: tuple[int, ...] = ()
     """Empty: the one in force."""
@@ -75,6 +75,20 @@ class VerifyParameters(Measured):
     seed: int = Field(default=7, ge=0, lt=2**64)
 
 
+class TuneParameters(Measured):
+    """What is sought; no budgets: those that `ddtree tune` tries."""
+
+    objective: Literal["latency", "throughput"] = "latency"
+    concurrency: int = Field(default=1, ge=1)
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0)
+    modes: tuple[Mode, ...] = Field(default=("off", "chain", "tree"), min_length=1)
+    max_tokens: int = Field(default=32, ge=2)
+
+
+class DoctorParameters(Frozen):
+    """A doctor has no settings: it looks and changes nothing."""
+
+
 async def check_measured(runtime: Runtime, parameters: Measured) -> None:
     """Refuses what the configuration in force cannot serve, naming the field."""
     config = (await runtime.status()).config
@@ -95,8 +109,9 @@ async def check_measured(runtime: Runtime, parameters: Measured) -> None:
                 raise ConfigRejected(
                     f"temperatures = {temperature:g}: must be a number from 0 to 2", "temperatures"
                 )
-    if isinstance(parameters, BenchParameters):
-        for at_once in parameters.concurrency:
+    if isinstance(parameters, BenchParameters | TuneParameters):
+        asked = parameters.concurrency
+        for at_once in asked if isinstance(asked, tuple) else (asked,):
             most = config["max_concurrency"]
             if not 1 <= at_once <= most:
                 raise ConfigRejected(
@@ -318,6 +333,45 @@ async def _conditions(context: JobContext[BenchParameters], prompts: int) -> dic
     }
 
 
+async def run_tune(context: JobContext[TuneParameters]) -> Outcome:
+    """Races the settings through the serving runtime; applies nothing."""
+    from runtime.race import Arm
+    from runtime.tune import BUDGETS, TunePlan, tune
+
+    wanted = context.parameters
+    plan = TunePlan(
+        objective=wanted.objective,
+        concurrency=wanted.concurrency,
+        temperature=wanted.temperature,
+        modes=wanted.modes,
+        budgets=wanted.tree_budgets or BUDGETS,
+        max_tokens=wanted.max_tokens,
+        prompts=wanted.prompt_list(),
+        under_load=True,  # requests of others are the business of the job's own guard
+        client=context.job_id,
+    )
+    report = await tune(context.runtime, plan, None, context.report)
+    gain = f", {report.over_plain[0]:.2f}x plain" if report.over_plain is not None else ""
+    words = f"fastest for {report.objective}: {Arm(report.mode, report.tree_budget)}{gain}"
+    return Outcome(words, report.to_json())
+
+
+async def run_doctor(context: JobContext[DoctorParameters]) -> Outcome:
+    """Checks the host of this process; the port is the one the command looks at."""
+    from runtime.doctor import examine, to_json
+    from runtime.host_probe import Sources, read_probe
+    from runtime.instance import runtime_folder
+    from runtime.service import unit_path
+
+    sources = Sources(env=dict(os.environ), runtime_folder=runtime_folder(), user_unit=unit_path("user"))
+    findings = examine(await asyncio.to_thread(read_probe, sources))
+    troubles = [each.id for each in findings if each.severity in ("error", "warning")]
+    words = f"{len(findings)} checks, {len(troubles) or 'none'} to look at"
+    return Outcome(f"{words}: {', '.join(troubles)}" if troubles else words, to_json(findings))
+
+
 BENCH = JobKind("bench", BenchParameters, run_bench, check_measured, measures=True)
 VERIFY = JobKind("verify", VerifyParameters, run_verify, check_measured, measures=True)
-ENGINE_JOBS: tuple[JobKind[Any], ...] = (BENCH, VERIFY)
+TUNE = JobKind("tune", TuneParameters, run_tune, check_measured, measures=True)
+DOCTOR = JobKind("doctor", DoctorParameters, run_doctor, exclusive=False)
+JOBS: tuple[JobKind[Any], ...] = (BENCH, VERIFY, TUNE, DOCTOR)

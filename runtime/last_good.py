@@ -5,13 +5,12 @@ It lies in the XDG state folder as a plain configuration file, which an operator
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from layouts.user_files import replace_text, user_home
 from runtime.config import RuntimeConfig, to_toml, validate
 from runtime.interface import ConfigRejected
 
@@ -21,28 +20,12 @@ PROOF_SECONDS = 60.0
 
 def last_good_file(env: Mapping[str, str] = os.environ) -> Path:
     """Where the last good configuration lies."""
-    home = Path(env.get("XDG_STATE_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_state_path()
-    return home / "ddtree" / "last-good.toml"
+    return user_home("state", env) / "last-good.toml"
 
 
 def keep(config: RuntimeConfig, file: Path) -> None:
     """Make `config` the last good one; the file is the old or the new one at every moment. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".draft")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
-            written.write(to_toml(config))
-            written.flush()
-            os.fsync(written.fileno())
-        os.replace(draft, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+    replace_text(file, to_toml(config))
 
 
 def recall(file: Path) -> RuntimeConfig | None:

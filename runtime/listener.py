@@ -9,7 +9,7 @@ import asyncio
 import errno
 import socket
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from runtime.interface import Runtime, RuntimeFault, RuntimeUnavailable
@@ -20,10 +20,26 @@ if TYPE_CHECKING:
 
     from runtime.http_control import Lifecycle
     from runtime.http_security import Keys
-    from runtime.http_settings import ServerSettings
 
+DEFAULT_PORT = 8642
 CLOSE_S = 3.0
 """Seconds that open connections have once the server stops; requests have been drained before."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Address, limits and origins of one HTTP server."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    """0: any free port."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call this server; none by default."""
+    max_body_bytes: int = 2 * 1024 * 1024
+    request_timeout_s: float | None = 3600.0
+    """Longest time of one inference request, waiting included; None = no limit."""
+    keep_alive_s: float = 10.0
+    """A stream that has nothing to say sends a comment this often."""
 
 
 class BindRefused(RuntimeFault):
@@ -91,7 +107,7 @@ class Listener:
     async def _serve(self) -> None:
         import uvicorn
 
-        from runtime.access_log import AccessLog
+        from runtime.http_connection import AccessLog
         from runtime.http_events import EventHub
         from runtime.http_server import create_app
         from runtime.metrics import Metrics

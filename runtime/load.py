@@ -11,10 +11,19 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from runtime.interface import Mode, RuntimeFault
+from runtime.interface import (
+    GenerateRequest,
+    Mode,
+    RequestFinished,
+    Runtime,
+    RuntimeFault,
+    SamplingParams,
+    TokensEmitted,
+)
 
 Prompt = Mapping[str, Any]
 """`prompt` or `messages`, as `runtime.prompt_sets` reads them."""
@@ -241,3 +250,43 @@ async def _open(sender: _Sender) -> None:
         for number, due in enumerate(arrivals(sender.load)):
             await asyncio.sleep(max(0.0, due - sender.now()))
             sent.create_task(sender.send(number, due))
+
+
+class RuntimeTarget:
+    """A runtime as the target of a load, without HTTP in between."""
+
+    def __init__(self, runtime: Runtime, client: str = "bench") -> None:
+        self._runtime = runtime
+        self._client = client
+
+    async def send(self, shot: Shot) -> AsyncIterator[Arrived | Ended]:
+        load = shot.load
+        request = GenerateRequest(
+            **shot.prompt,
+            sampling=SamplingParams(
+                max_tokens=load.max_tokens,
+                temperature=load.temperature,
+                seed=shot.seed,
+                ignore_eos=load.ignore_eos,
+            ),
+            mode=load.mode,
+            tree_budget=load.tree_budget,
+            reuse_prefix=False,
+            client=self._client,
+        )
+        try:
+            async with aclosing(self._runtime.generate(request)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if isinstance(event, TokensEmitted):
+                        yield Arrived()
+                    elif isinstance(event, RequestFinished):
+                        if event.reason in ("error", "cancelled"):
+                            raise ShotFailed(event.error or event.reason)
+                        stats = event.stats
+                        yield Ended(
+                            stats.prompt_tokens, stats.output_tokens, stats.rounds, stats.num_correct_drafts
+                        )
+        except ShotFailed:
+            raise
+        except RuntimeFault as fault:
+            raise ShotFailed(str(fault)) from None

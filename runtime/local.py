@@ -15,7 +15,17 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runtime.changes import check_revision, plan_change
+from runtime.changes import (
+    builds_ahead,
+    check_revision,
+    held_back,
+    load_key,
+    no_rebuild,
+    outage,
+    plan_change,
+    rebuild_notes,
+    refusals,
+)
 from runtime.description import describe
 from runtime.engine_thread import RETRY_AFTER_S, UP, EngineThread
 from runtime.interface import (
@@ -40,21 +50,11 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
-from runtime.job_advice import ADVICE_JOBS
-from runtime.job_kinds import ENGINE_JOBS
+from runtime.job_kinds import JOBS
 from runtime.jobs import Jobs
 from runtime.last_good import LastGood
 from runtime.logs import log_prompt, log_request
 from runtime.rebuild import Order, Rebuilding
-from runtime.rebuild_plan import (
-    builds_ahead,
-    held_back,
-    load_key,
-    no_rebuild,
-    outage,
-    rebuild_notes,
-    refusals,
-)
 from runtime.rebuilder import SERVING
 from runtime.samples import MEASURING
 from runtime.traces import tree_traces
@@ -86,7 +86,7 @@ class LocalRuntime(EngineThread):
         self._keeper = keeper
         self._keeping: set[asyncio.Task[str]] = set()
         """Automatic snapshots being saved; a loop keeps no reference to its tasks."""
-        kinds = (*ENGINE_JOBS, *ADVICE_JOBS, *(keeper.jobs if keeper is not None else ()))
+        kinds = (*JOBS, *(keeper.jobs if keeper is not None else ()))
         self.job_board = Jobs(self, kinds, self._publish, self._call)
         super().__init__(config, degraded, origins)
         self._last_good = LastGood()

@@ -17,6 +17,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
 
+from layouts.user_files import user_home
 from runtime.interface import GenerateRequest, LogLine, RequestStats
 
 MAX_BYTES = 2_000_000
@@ -32,9 +33,7 @@ Format = Literal["text", "json"]
 
 def log_file() -> Path:
     """Where the log is kept unless it goes to stderr."""
-    import platformdirs
-
-    return platformdirs.user_state_path("ddtree") / "ddtree.log"
+    return user_home("state") / "ddtree.log"
 
 
 def log_place() -> str:

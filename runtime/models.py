@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "UnsupportedCheckpoint",
-    "list_cached_models",
     "open_checkpoint",
     "shipped_drafter",
     "unrewindable_layers",
@@ -118,7 +117,15 @@ class Checkpoint:
 
     @cached_property
     def _digest(self) -> str:
-        return sha256_of([self.path] if self.gguf else _weight_files(self.path))
+        digest = hashlib.sha256()
+        for path in self.weight_files():
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
+        return digest.hexdigest()
+
+    def weight_files(self) -> list[Path]:
+        """Return the files that hold the weights, in order of name; raises CheckpointError where one is missing."""
+        return [self.path] if self.gguf else _weight_files(self.path)
 
     def load_state(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, torch.Tensor]:
         """Return the weights by Hugging Face parameter name, on the CPU, without a tied head.
@@ -232,53 +239,6 @@ def shipped_drafter(name: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def list_cached_models() -> list[dict[str, Any]]:
-    """Return what is known of the default model and of the other usable ones in the cache's models folder.
-
-    Keys: name, source, licence, path, cached, size_bytes, digest, drafter; None where unknown. Nothing is
-    hashed: the default model's digest is the one it was verified against.
-    """
-    from runtime.model_fetch import DEFAULT_SOURCE, cached_default, default_path, models_folder
-
-    path, drafter = cached_default(), shipped_drafter(DEFAULT_MODEL)
-    models: list[dict[str, Any]] = [
-        {
-            "name": DEFAULT_SOURCE.name,
-            "source": f"{DEFAULT_SOURCE.wheel.package}=={DEFAULT_SOURCE.wheel.version} (PyPI)",
-            "licence": DEFAULT_SOURCE.licence,
-            "path": str(path) if path else None,
-            "cached": path is not None,
-            "size_bytes": DEFAULT_SOURCE.size_bytes,
-            "digest": DEFAULT_SOURCE.sha256,
-            "drafter": str(drafter) if drafter else None,
-        }
-    ]
-    folder = models_folder()
-    others = sorted(folder.iterdir()) if folder.is_dir() else []
-    for each in others:
-        if each == default_path() or not (each.suffix == ".gguf" or (each / "config.json").is_file()):
-            continue
-        try:
-            models.append(_describe_local(open_checkpoint(str(each))))
-        except CheckpointError:
-            continue
-    return models
-
-
-def _describe_local(checkpoint: Checkpoint) -> dict[str, Any]:
-    files = [checkpoint.path] if checkpoint.gguf else _weight_files(checkpoint.path)
-    return {
-        "name": checkpoint.name,
-        "source": "local",
-        "licence": checkpoint.gguf.metadata.get("general.license") if checkpoint.gguf else None,
-        "path": str(checkpoint.path),
-        "cached": True,
-        "size_bytes": sum(each.stat().st_size for each in files),
-        "digest": None,
-        "drafter": None,
-    }
-
-
 def merge_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stack the experts of each layer, which folders hold one by one, as the model's class holds them.
 
@@ -297,15 +257,6 @@ def merge_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         merged[f"{layer}gate_up_proj"] = torch.stack(both)
         merged[f"{layer}down_proj"] = torch.stack([part("down", i) for i in range(count)])
     return merged
-
-
-def sha256_of(files: Iterable[Path]) -> str:
-    """Return the SHA-256 (hex) over the contents of `files`, one after the other."""
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
 
 
 def _open_gguf(path: Path, name: str) -> Checkpoint:

@@ -15,6 +15,7 @@ from typing import Any
 
 from runtime.nvml_probe import attempt, import_nvml, text
 from runtime.nvml_readings import INSTANCE_READINGS, READINGS, Reading
+from runtime.rejection import words_of
 from runtime.samples import GpuSample
 
 RETRY_S = 30.0
@@ -196,7 +197,7 @@ class Gpus:
         try:
             found = self._list(nvml)
         except Exception as error:
-            self._say(f"GPUs cannot be listed: {_text(error)}")
+            self._say(f"GPUs cannot be listed: {words_of(error)}")
             return
         self._devices = found
         self._say(None if found else "no NVIDIA GPU on this host")
@@ -210,7 +211,7 @@ class Gpus:
                 device = Device(index, handle, text(nvml.nvmlDeviceGetName(handle)), _uuid(nvml, handle))
                 device.bus_id = attempt(lambda h=handle: text(nvml.nvmlDeviceGetPciInfo(h).busId))  # type: ignore[misc]
             except Exception as error:
-                device = known.get(index) or Device(index, None, f"GPU: {_text(error)}")
+                device = known.get(index) or Device(index, None, f"GPU: {words_of(error)}")
                 device.lost = True
             devices.append(device)
             if not device.lost:
@@ -227,7 +228,7 @@ class Gpus:
             try:
                 part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
                 name = f"MIG {number} {text(nvml.nvmlDeviceGetName(part))}"
-            except Exception:
+            except Exception:  # no instance has this number, or it does not answer: the others are shown
                 continue
             instances.append(Device(index, part, name, _uuid(nvml, part), instance=number))
         return instances
@@ -242,7 +243,7 @@ class Gpus:
                 device.values.pop(name, None)
             if _is(self._nvml, error, "GPU_IS_LOST", "RESET_REQUIRED", "UNINITIALIZED"):
                 device.lost = True
-                logger.warning("%s (%s) is lost: %s", device.words, device.name, _text(error))
+                logger.warning("%s (%s) is lost: %s", device.words, device.name, words_of(error))
             elif _is(self._nvml, error, "NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION"):
                 device.due[reading.name] = began + UNSUPPORTED_S
             return
@@ -313,7 +314,7 @@ def _why_not(error: Exception) -> str:
         "NoPermission": "no GPU rows: no permission to talk to the NVIDIA driver",
         "FunctionNotFound": "no GPU rows: the NVIDIA driver is too old for NVML",
     }
-    return known.get(name, f"no GPU rows: {_text(error)}")
+    return known.get(name, f"no GPU rows: {words_of(error)}")
 
 
 def _is(nvml: Any, error: Exception, *names: str) -> bool:
@@ -324,7 +325,3 @@ def _is(nvml: Any, error: Exception, *names: str) -> bool:
 
 def _uuid(nvml: Any, handle: Any) -> str | None:
     return attempt(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
-
-
-def _text(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -13,14 +13,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-THROTTLES = {
-    "SwPowerCap": "power cap",
-    "HwSlowdown": "hardware slow-down",
-    "SwThermalSlowdown": "thermal limit (software)",
-    "HwThermalSlowdown": "thermal limit (hardware)",
-    "HwPowerBrakeSlowdown": "power brake",
-}
-"""Clock-throttle reasons of NVML that mean trouble, in words; idle and application clocks are none."""
+THROTTLE_WORDS = (
+    (0x0004, "power cap"),
+    (0x0008, "hardware slowdown"),
+    (0x0020, "too hot (driver)"),
+    (0x0040, "too hot (hardware)"),
+    (0x0080, "power brake"),
+    (0x0002, "clocks set by hand"),
+    (0x0010, "sync boost"),
+    (0x0100, "display clocks"),
+    (0x0200, "board limit"),
+    (0x0400, "reliability limit"),
+    (0x0001, "idle"),
+)
+"""nvmlClocksEventReason bits in the order in which they matter."""
+TROUBLE = 0x0004 | 0x0008 | 0x0020 | 0x0040 | 0x0080
+"""Those that mean trouble."""
 
 
 def main() -> None:
@@ -58,7 +66,7 @@ def attempt(read: Callable[[], Value]) -> Value | None:
     """What `read` gives; None where driver, device or system does not tell."""
     try:
         return read()
-    except Exception:
+    except Exception:  # a value is unknown whatever hinders its reading: each library has errors of its own
         return None
 
 
@@ -67,9 +75,49 @@ def text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
+def throttle_words(reasons: int) -> tuple[str, ...]:
+    """The set bits in words; none set: nothing holds the clocks down."""
+    known = tuple(words for bit, words in THROTTLE_WORDS if reasons & bit)
+    rest = reasons & ~sum(bit for bit, _ in THROTTLE_WORDS)
+    return (*known, f"reason {rest:#x}") if rest else known
+
+
 def cuda_version(number: int) -> str:
     """13000 as "13.0"."""
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+class EnergyMeter:
+    """Energy that the GPUs of this host take from its making on, by NVML's counters.
+
+    Where there is no counter (no GPU, or one older than Volta) there is no figure.
+    """
+
+    def __init__(self, nvml: Callable[[], Any] = import_nvml) -> None:
+        self._handles: list[Any] = []
+        try:
+            self._nvml = nvml()
+        except ImportError:
+            self._nvml = None
+        else:
+            self._handles = attempt(self._found) or []
+        self._start = self._read()
+
+    def joules(self) -> float | None:
+        """All GPUs since the start; None: not known."""
+        now = self._read()
+        return None if now is None or self._start is None else now - self._start
+
+    def _found(self) -> list[Any]:
+        self._nvml.nvmlInit()
+        return [self._nvml.nvmlDeviceGetHandleByIndex(at) for at in range(self._nvml.nvmlDeviceGetCount())]
+
+    def _read(self) -> float | None:
+        """Joules since the driver was loaded."""
+        if not self._handles:
+            return None
+        counter = self._nvml.nvmlDeviceGetTotalEnergyConsumption
+        return attempt(lambda: float(sum(map(counter, self._handles)) / 1e3))
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
@@ -87,11 +135,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
         "pcie_width": attempt(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
         "pcie_width_max": attempt(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
         "nvlinks": _nvlinks(nvml, handle),
-        "throttle": [
-            words
-            for name, words in THROTTLES.items()
-            if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}", 0)
-        ],
+        "throttle": throttle_words(reasons & TROUBLE),
     }
 
 

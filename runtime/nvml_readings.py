@@ -10,27 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.nvml_probe import throttle_words
 from runtime.samples import GpuProcess
 
 ALL_LINKS = 0xFFFFFFFF
 """Scope of a field value: the sum over all NVLink links."""
 KIB = 1024
 OwnPids = Callable[[], frozenset[int]]
-
-THROTTLE_WORDS = (
-    (0x0004, "power cap"),
-    (0x0008, "hardware slowdown"),
-    (0x0020, "too hot (driver)"),
-    (0x0040, "too hot (hardware)"),
-    (0x0080, "power brake"),
-    (0x0002, "clocks set by hand"),
-    (0x0010, "sync boost"),
-    (0x0100, "display clocks"),
-    (0x0200, "board limit"),
-    (0x0400, "reliability limit"),
-    (0x0001, "idle"),
-)
-"""nvmlClocksEventReason bits in the order in which they matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +31,6 @@ class Reading:
     """Least time between two of it; 0: in every pass."""
     counts: bool = False
     """The values count up; their rate per second is what is shown."""
-
-
-def throttle_words(reasons: int) -> tuple[str, ...]:
-    """The set bits in words; none set: nothing holds the clocks down."""
-    known = tuple(words for bit, words in THROTTLE_WORDS if reasons & bit)
-    rest = reasons & ~sum(bit for bit, _ in THROTTLE_WORDS)
-    return (*known, f"reason {rest:#x}") if rest else known
 
 
 def _memory(nvml: Any, handle: Any, _: OwnPids) -> tuple[int | None, int | None]:

@@ -138,10 +138,9 @@ def build(config: RuntimeConfig, known: Calibration | None, progress: Progress) 
 
         began = time.monotonic()
         return Built(*build_sglang(config, progress), time.monotonic() - began)
-    from runtime.calibrate import calibrate
+    from runtime.calibrate import calibrate, prove
     from runtime.engine import Engine
     from runtime.loader import load
-    from runtime.proof import prove
 
     began = time.monotonic()
     loaded = load(config, progress)

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runtime.changes import recorded
+from runtime.changes import builds_ahead, load_key, recorded
 from runtime.config import RuntimeConfig
 from runtime.interface import (
     AppliedChange,
@@ -36,7 +36,6 @@ from runtime.rebuild import (
     let_finish,
     park,
 )
-from runtime.rebuild_plan import builds_ahead, load_key
 
 if TYPE_CHECKING:
     from runtime.calibrate import Calibration

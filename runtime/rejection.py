@@ -14,6 +14,11 @@ _COMPARISONS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at 
 _SHOWN_CHARS = 60
 
 
+def words_of(error: BaseException) -> str:
+    """What an error says, on one line; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class CheckpointError(ValueError):
     """A model file or folder cannot be used; the message is one line: the path, the reason, the remedy.
 

@@ -1,4 +1,4 @@
-"""What is observed of a runtime: requests, rounds, trees, host, state, log; as frozen pydantic models of plain types.
+"""What is observed of a runtime: what runs, requests, rounds, trees, host, state, log; frozen models of plain types.
 
 These values cross `runtime.interface`, which gives their names on; nothing is imported here but pydantic.
 """
@@ -23,6 +23,34 @@ class Frozen(BaseModel):
 
 MEASURING = "calibration"
 """Client of the runtime's own measuring requests; nobody waits for them, and they give way."""
+
+
+class Description(Frozen):
+    """What runs; fixed until a rebuild."""
+
+    engine: str
+    target: str
+    target_digest: str | None
+    drafter: str | None
+    architecture: str | None
+    block_size: int | None
+    """The drafter's trained block size; None without a drafter."""
+    max_tree_budget: int
+    max_seq_len: int
+    max_concurrency: int
+    vocab_size: int | None
+    dtype: str | None
+    device: str | None
+    threads: int | None
+    linear: str | None
+    """Which linear layers run: prepacked or plain."""
+    layout: str | None = None
+    """What is split over which processes, in words; may be less than the layout's name says."""
+    host: str
+    pid: int
+    speculation: str
+    """"ready", or "inactive: " and the reason."""
+    notes: tuple[str, ...] = ()
 
 
 class RequestStats(Frozen):

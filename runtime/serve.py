@@ -12,23 +12,26 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.config import EFFECTS, RuntimeConfig, effect_of
-from runtime.http_settings import ServerSettings
 from runtime.interface import EngineState, RoundStats, RuntimeFault, Status
 from runtime.last_good import PROOF_SECONDS, keep, last_good_file, recall
-from runtime.listener import Listener, take_address
+from runtime.listener import Listener, ServerSettings, take_address
 from runtime.local import LocalRuntime
 from runtime.logs import LOGGER
 from runtime.sd_notify import Notifier
 from runtime.snapshot_port import Keeper
-from runtime.throughput import Throughput
 
 TICK_S = 1.0
+RATE_WINDOW_S = 10.0
+"""Throughput is told of so many seconds."""
+IDLE_S = 1.0
+"""A gap between rounds that counts as idleness and is no part of any rate."""
 CLOSE_S = 5.0
 """Seconds the engine's thread has to end; one that hangs is left behind."""
 LOAD_STEP_S = 600.0
@@ -224,6 +227,28 @@ async def _finish(runtime: LocalRuntime, orders: Orders, notifier: Notifier) -> 
     ended = await runtime.drain(orders.drain_seconds)
     if ended:
         LOGGER.warning("%d requests did not finish in time and were ended", ended)
+
+
+class Throughput:
+    """Output tokens per second of the work at hand: counts tokens, not rounds, of the last uninterrupted decoding."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[float, int]] = deque()
+
+    def add(self, stats: RoundStats) -> None:
+        if self._rounds and stats.time_s - self._rounds[-1][0] > IDLE_S:
+            self._rounds.clear()
+        self._rounds.append((stats.time_s, stats.emitted))
+        while stats.time_s - self._rounds[0][0] > RATE_WINDOW_S:
+            self._rounds.popleft()
+
+    def tok_s(self, now_s: float) -> float | None:
+        """Tokens per second; None when idle or before there are two rounds. `now_s` is Unix time."""
+        if len(self._rounds) < 2 or now_s - self._rounds[-1][0] > IDLE_S:
+            return None
+        # The first round's tokens came before the window began.
+        tokens = sum(emitted for _, emitted in self._rounds) - self._rounds[0][1]
+        return tokens / max(self._rounds[-1][0] - self._rounds[0][0], 1e-9)
 
 
 async def _count(runtime: LocalRuntime, throughput: Throughput) -> None:

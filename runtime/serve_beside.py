@@ -12,11 +12,10 @@ from urllib.parse import urlsplit
 
 from runtime.http_errors import ApiError
 from runtime.http_security import Keys, load_keys
-from runtime.http_settings import DEFAULT_PORT, ServerSettings
 from runtime.instance import register, runtime_folder
 from runtime.interface import ConfigRejected
 from runtime.last_good import last_good_file
-from runtime.listener import Listener, take_address, url_of
+from runtime.listener import DEFAULT_PORT, Listener, ServerSettings, take_address, url_of
 from runtime.local import LocalRuntime
 from runtime.logs import LOGGER
 from runtime.sd_notify import Notifier

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from layouts.checks import tree_refusal
-from runtime.calibrate import Calibration
+from runtime.calibrate import Calibration, prove
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, Running, Sink
 from runtime.gang_step import RemotePool
@@ -30,7 +30,6 @@ from runtime.interface import (
 )
 from runtime.kv_cache import KVCache
 from runtime.loader import Loaded, Pair, Progress, read_pair
-from runtime.proof import prove
 from runtime.round import Models, SequenceRound
 from runtime.sequence import OutputToken, Speculation
 from runtime.sglang_arguments import launch_of

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.interface import Frozen, Mode, Runtime, RuntimeFault
-from runtime.load import Load, Prompt, run_load
+from runtime.load import Load, Prompt, RuntimeTarget, run_load
 from runtime.load_report import LoadResult, Slo, conditions, summarise
-from runtime.load_targets import RuntimeTarget
 from runtime.race import Arm, Gain, Race
 
 SCHEMA = 1

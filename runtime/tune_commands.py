@@ -7,10 +7,11 @@ import asyncio
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layouts.user_files import user_home
 from runtime.command_options import (
     ENGINE_OPTIONS,
     MODES,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from runtime.tune import TunePlan, TuneReport
 
 REFUSED = 3
+SLOWER = 0.9
+"""Share of the old speed below which the new setting is taken back: thrice the noise of a measurement."""
 
 
 class Objective(StrEnum):
@@ -148,7 +151,6 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
     from runtime.connect import attach, author, open_runtime
     from runtime.tune import Ledger
     from runtime.tune import tune as race
-    from runtime.tune_apply import apply_to_file, apply_to_runtime
 
     if url is not None:
         given.refuse_beside_url()
@@ -161,7 +163,10 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
             await wait_ready(runtime)  # type: ignore[arg-type]
         with ProgressLine() as line:
             report = await race(
-                runtime, plan, Ledger(_state_folder(), fresh=fresh), lambda _share, text: line(text)
+                runtime,
+                plan,
+                Ledger(user_home("state") / "tune", fresh=fresh),
+                lambda _share, text: line(text),
             )
         if not apply:
             return report
@@ -192,7 +197,6 @@ def _keep(given: Given, plan: "TunePlan", report: "TuneReport", url: str | None)
     import tempfile
 
     from runtime.race import Arm
-    from runtime.tune_apply import evidence
 
     label = f"tune for {report.objective}: {Arm(report.mode, report.tree_budget)}"
     with tempfile.TemporaryDirectory() as folder:
@@ -219,10 +223,71 @@ def _config_file(given: Given) -> Path:
     return (named or default_file()).expanduser()
 
 
-def _state_folder() -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not state.is_absolute():
-        import platformdirs
+async def apply_to_runtime(runtime: "Runtime", plan: "TunePlan", report: "TuneReport", author: str) -> str:
+    """Applies the setting, measures it against the old one, takes it back if it is slower. Returns what was done.
 
-        state = platformdirs.user_state_path()
-    return state / "ddtree" / "tune"
+    Raises ConfigRejected where the runtime does not take it.
+    """
+    from runtime.interface import ConfigRejected
+    from runtime.tune import measure
+
+    change = _change(report)
+    offered = await runtime.preview(change)
+    if not offered.allowed:
+        raise ConfigRejected(offered.summary)
+    if not offered.changes:
+        return "already in force"
+    old_speed = (await measure(runtime, plan, None, 0)).value
+    applied = await runtime.apply(change, offered.revision, author)
+    new_speed = (await measure(runtime, plan, None, 0)).value
+    if new_speed < SLOWER * old_speed:
+        before = {each.field: each.old for each in applied.applied}
+        await runtime.apply(before, applied.revision, author)
+        return f"taken back: measured {new_speed:.1f}, the setting before {old_speed:.1f}"
+    return (
+        f"{applied.summary} (revision {applied.revision}; measured {new_speed:.1f}, before {old_speed:.1f})"
+    )
+
+
+def apply_to_file(file: Path, config: "RuntimeConfig", report: "TuneReport") -> str:
+    """Writes mode and budget into a configuration file, made if need be; the rest of it stays as it is."""
+    import tomlkit
+
+    from runtime.config import validate
+
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    document = tomlkit.parse(text)
+    for name, value in _change(report).items():
+        document[name] = value
+    validate({**config.model_dump(), **_change(report)})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.draft")
+    draft.write_text(tomlkit.dumps(document), encoding="utf-8")
+    draft.replace(file)
+    return f"written to {file}"
+
+
+def evidence(plan: "TunePlan", report: "TuneReport") -> dict[str, Any]:
+    """What was measured, in the form of an answer of `ddtree bench --json`, which snapshots keep."""
+    figure = {"latency": "tok_s", "throughput": "total_tok_s"}.get(report.objective)
+    rows = [
+        {
+            "mode": each.mode,
+            "tree_budget": each.tree_budget,
+            "temperature": plan.temperature,
+            "concurrency": plan.concurrency if plan.rate is None else None,
+            "tok_s": None,
+            "accept_length": each.accept_length,
+            **({figure: each.value} if figure is not None else {}),
+        }
+        for each in report.results
+        if each.value is not None
+    ]
+    return {"schema": 1, "conditions": {"by": "ddtree tune", **report.conditions}, "results": rows}
+
+
+def _change(report: "TuneReport") -> dict[str, object]:
+    from runtime.race import Arm
+
+    found = Arm(report.mode, report.tree_budget)
+    return {"mode": found.mode, **({"tree_budget": found.tree_budget} if found.mode == "tree" else {})}

@@ -9,7 +9,6 @@ busy. Stopped, it goes on with the same command.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import statistics
@@ -18,11 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kept_runs import KeptRuns, finish, parser, refuse_busy, tell
+from kept_runs import KeptRuns, judge, tell
 
 from runtime.config import RuntimeConfig
-from runtime.load import Load, Prompt, run_load
-from runtime.load_targets import RuntimeTarget
+from runtime.load import Load, Prompt, RuntimeTarget, run_load
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import Arm, student
@@ -176,13 +174,5 @@ def _words(found: dict[str, float]) -> str:
     )
 
 
-def main() -> int:
-    given = parser("Auto mode against fixed settings on the default model.").parse_args()
-    load = refuse_busy(given.busy)
-    result = asyncio.run(check(given.fresh)) | {"load_average_before": load}
-    finish(result, given.output)
-    return 0 if result["passed"] else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(judge("Auto mode against fixed settings on the default model.", check))

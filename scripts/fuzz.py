@@ -24,7 +24,7 @@ def served(folder: Path) -> Iterator[str]:
     import tiny_models
     from api_server import CONTEXT, ApiServer
 
-    from runtime.http_server import ServerSettings
+    from runtime.listener import ServerSettings
 
     target = tiny_models.write_target(folder / "target")
     pair = target, tiny_models.write_drafter(folder / "drafter", target)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -55,31 +57,29 @@ class KeptRuns:
         self._values[name] = value
 
 
-def parser(words: str) -> argparse.ArgumentParser:
-    """The options every long check has."""
-    made = argparse.ArgumentParser(description=words)
-    made.add_argument("--fresh", action="store_true", help="do not go on with what a stopped check measured")
-    made.add_argument("--busy", action="store_true", help="measure although the machine is not idle")
-    made.add_argument("--output", type=Path, help="write the result as JSON here too")
-    return made
-
-
-def refuse_busy(busy: bool) -> float:
-    """The load average of this machine; exits with 3 where that is too high to measure."""
-    load = os.getloadavg()[0]
-    if load > IDLE_LOAD and not busy:
-        reason = f"load average {load:.2f} is above {IDLE_LOAD}; stop what else runs and wait a minute, or use --busy"
-        print(f"not judged: {reason}", file=sys.stderr)
-        sys.exit(3)
-    return load
-
-
 def tell(text: str) -> None:
     print(f"      {text}", file=sys.stderr, flush=True)
 
 
-def finish(result: dict[str, Any], output: Path | None) -> None:
-    """The result as one line of JSON, and as a file."""
-    if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def judge(words: str, check: Callable[[bool], Coroutine[Any, Any, dict[str, Any]]]) -> int:
+    """Runs a check as a program described by `words`: options, an idle machine, the result as JSON, the exit code.
+
+    `check` is given whether to measure everything anew. Exits with 3 where the load average is too high to measure.
+    """
+    options = argparse.ArgumentParser(description=words)
+    options.add_argument(
+        "--fresh", action="store_true", help="do not go on with what a stopped check measured"
+    )
+    options.add_argument("--busy", action="store_true", help="measure although the machine is not idle")
+    options.add_argument("--output", type=Path, help="write the result as JSON here too")
+    given = options.parse_args()
+    load = os.getloadavg()[0]
+    if load > IDLE_LOAD and not given.busy:
+        reason = f"load average {load:.2f} is above {IDLE_LOAD}; stop what else runs and wait a minute, or use --busy"
+        print(f"not judged: {reason}", file=sys.stderr)
+        return 3
+    result = asyncio.run(check(given.fresh)) | {"load_average_before": load}
+    if given.output is not None:
+        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
+    return 0 if result["passed"] else 1

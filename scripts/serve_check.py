@@ -25,9 +25,8 @@ from bench_check import Check
 
 from runtime.config import RuntimeConfig
 from runtime.http_security import load_keys
-from runtime.http_settings import ServerSettings
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams, TokensEmitted
-from runtime.listener import Listener, take_address
+from runtime.listener import Listener, ServerSettings, take_address
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import bundled_prompts
 

@@ -7,13 +7,12 @@ idle. Exits 1 if one does not, 3 where the machine is busy. Stopped, it goes on 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 import sys
 from typing import Any
 
-from kept_runs import KeptRuns, finish, parser, refuse_busy, tell
+from kept_runs import KeptRuns, judge, tell
 
 from runtime.config import RuntimeConfig
 from runtime.local import LocalRuntime
@@ -103,13 +102,5 @@ def _words(speeds: dict[str, float]) -> str:
     return ", ".join(f"{name} {speed:.1f}" for name, speed in ranked)
 
 
-def main() -> int:
-    given = parser("Tune against exhaustive search on the default model.").parse_args()
-    load = refuse_busy(given.busy)
-    result = asyncio.run(check(given.fresh)) | {"load_average_before": load}
-    finish(result, given.output)
-    return 0 if result["passed"] else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(judge("Tune against exhaustive search on the default model.", check))

@@ -110,15 +110,6 @@ class GitRunner:
         network: bool = False,
     ) -> Answer:
         """Run git and return what it gave, whatever its exit status."""
-        settings = [part for each in DECLARED for part in ("-c", each)]
-        command = [
-            "git",
-            "--no-pager",
-            "--no-replace-objects",
-            f"--git-dir={self.git_dir}",
-            *settings,
-            *arguments,
-        ]
         # A network command has no terminal to ask on and may leave helpers behind, which must not hold the lock.
         how: dict[str, Any] = {"start_new_session": True} if network else {"pass_fds": self.kept_open}
         with contextlib.ExitStack() as stack:
@@ -128,7 +119,7 @@ class GitRunner:
                 source.write(stdin)
                 source.seek(0)
             status, out, err = self.git.execute(
-                command,
+                self._command(arguments),
                 istream=source,
                 with_extended_output=True,
                 with_exceptions=False,
@@ -141,16 +132,7 @@ class GitRunner:
 
     def stream(self, *arguments: str) -> Iterator[bytes]:
         """Records of a command's output, which end in NUL, as they come; its process is gone when the iterator is."""
-        settings = [part for each in DECLARED for part in ("-c", each)]
-        command = [
-            "git",
-            "--no-pager",
-            "--no-replace-objects",
-            f"--git-dir={self.git_dir}",
-            *settings,
-            *arguments,
-        ]
-        wrapper = self.git.execute(command, as_process=True)
+        wrapper = self.git.execute(self._command(arguments), as_process=True)
         process = wrapper.proc
         if process is None or process.stdout is None or process.stderr is None:
             raise StoreFault("git could not be started")
@@ -164,6 +146,11 @@ class GitRunner:
             process.stderr.close()
             process.terminate()
             process.wait()
+
+    def _command(self, arguments: tuple[str, ...]) -> list[str]:
+        settings = [part for each in DECLARED for part in ("-c", each)]
+        given = ["--no-pager", "--no-replace-objects", f"--git-dir={self.git_dir}"]
+        return ["git", *given, *settings, *arguments]
 
     def run(
         self,

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
+
+from layouts.user_files import replace_text
 
 CHUNK_BYTES = 8 << 20
 KEPT = 50_000
@@ -57,14 +58,7 @@ class HashCache:
             return
         kept = dict(list(self._known.items())[-KEPT:])
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            handle, draft = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}.")
-            try:
-                with open(handle, "w", encoding="utf-8") as file:
-                    json.dump(kept, file)
-                os.replace(draft, self._file)
-            except OSError:
-                os.unlink(draft)
+            replace_text(self._file, json.dumps(kept))
         self._changed = False
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from layouts.user_files import user_home
 from snapshots.git import StoreRefused, explained, opened, outside
 from snapshots.message import FIRST_TRAILER
 
@@ -74,12 +75,7 @@ class Place:
 
 def default_folder(env: Mapping[str, str] = os.environ) -> Path:
     """The store used where none is named: `ddtree/snapshots` in the XDG data folder."""
-    home = Path(env.get("XDG_DATA_HOME", ""))
-    if not home.is_absolute():
-        import platformdirs
-
-        home = platformdirs.user_data_path()
-    return home / "ddtree" / "snapshots"
+    return user_home("data", env) / "snapshots"
 
 
 def find(folder: Path | None) -> Place:

@@ -12,8 +12,9 @@ from openai import OpenAI
 
 from runtime.config import RuntimeConfig
 from runtime.http_security import Keys
-from runtime.http_server import ServerSettings, create_app
+from runtime.http_server import create_app
 from runtime.interface import Runtime, Status
+from runtime.listener import ServerSettings
 from runtime.local import LocalRuntime
 
 T = TypeVar("T")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from runtime.models import Checkpoint
     from runtime.tokenizer import ChatTokenizer
 
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
 KEPT_VARIABLES = ("DDTREE_CACHE_DIR", "DDTREE_MODEL_WHEEL")
 LONGEST = (
     "test_verify.py",
@@ -125,7 +128,7 @@ def tiny_api(tiny_folder: Path) -> Iterator[ApiServer]:
     import tiny_models
     from api_server import CONTEXT, ApiServer
 
-    from runtime.http_server import ServerSettings
+    from runtime.listener import ServerSettings
 
     config = tiny_models.tiny_config(
         tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, max_queue=64

@@ -43,8 +43,7 @@ from runtime.interface import (
     TreeTrace,
     WatchEvent,
 )
-from runtime.job_advice import DoctorParameters
-from runtime.job_kinds import BenchParameters, VerifyParameters, check_measured
+from runtime.job_kinds import BenchParameters, DoctorParameters, VerifyParameters, check_measured
 from runtime.jobs import JobContext, JobKind, Jobs, Outcome
 from snapshots.serving import StoreKeeper, StoreReader
 

@@ -36,12 +36,11 @@ CLOCK, FAIL_ROUND, SLOW_DRIVER = "clock", "fail-round", "slow-driver"
 IMPORTED = (
     "console.cli",
     "console.session",
-    "runtime.access_log",
+    "runtime.http_connection",
     "runtime.calibrate",
     "runtime.http_server",
     "runtime.loader",
     "runtime.metrics",
-    "runtime.proof",
     "runtime.serve",
     "snapshots.commands",
     "snapshots.environment",

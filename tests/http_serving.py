@@ -12,8 +12,9 @@ import uvicorn
 from runtime.http_control import Lifecycle
 from runtime.http_events import EventHub
 from runtime.http_security import Keys
-from runtime.http_server import ServerSettings, create_app
+from runtime.http_server import create_app
 from runtime.interface import Runtime
+from runtime.listener import ServerSettings
 
 OPERATOR = "operator-key-of-the-tests"
 INFERENCE = "inference-key-of-the-tests"

@@ -12,8 +12,8 @@ from api_server import ApiServer
 from tiny_models import tiny_config
 
 from console.cli import main
-from runtime.energy import EnergyMeter
 from runtime.load_report import LoadReport
+from runtime.nvml_probe import EnergyMeter
 
 SCHEMA_FILE = Path(__file__).parent.parent / "docs" / "bench-result.schema.json"
 SMALL = ("--random-words", "2:4", "--max-tokens", "8", "--warm-up", "1", "--ignore-eos")

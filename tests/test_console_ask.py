@@ -325,13 +325,15 @@ async def test_a_real_engine_says_the_same_in_both_modes_at_a_temperature_and_sh
             words = await compared(driven, "abc")
             assert words.startswith("Same text: all ") and "tok/s" in words
             await driven.press("escape", "2")
-            await driven.until(lambda: driven.app.tree.shown is not None, "a tree")
-            assert driven.app.tree.shown.mode == "off"
-            (_, speculative) = driven.app.tree._requests[:2]
-            driven.app.tree.follow(speculative.request_id)
-            await driven.until(lambda: driven.app.tree.shown is not None, "a tree")
+            await driven.until(lambda: driven.app.trees.shown is not None, "a tree")
+            assert driven.app.trees.shown.mode == "off"
+            (_, speculative) = driven.app.trees._requests[:2]
+            driven.app.trees.follow(speculative.request_id)
+            await driven.until(lambda: driven.app.trees.shown is not None, "a tree")
             await driven.press("h", "h")
-            assert driven.app.tree.shown.mode == "tree" and "of budget 8 used" in driven.text("#tree_summary")
+            assert driven.app.trees.shown.mode == "tree" and "of budget 8 used" in driven.text(
+                "#tree_summary"
+            )
     finally:
         await runtime.aclose()
 

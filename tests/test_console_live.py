@@ -296,4 +296,4 @@ async def test_an_alarm_is_on_the_screen_and_once_among_the_events():
 async def test_opening_a_request_shows_its_tree():
     async with console() as driven:
         await driven.app.action_open_tree("r1")
-        assert driven.app.screen is driven.app.tree and driven.app.tree._chosen == "r1"
+        assert driven.app.screen is driven.app.trees and driven.app.trees._chosen == "r1"

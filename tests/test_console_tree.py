@@ -39,7 +39,7 @@ async def answered(driven: Driven, runtime: FakeRuntime) -> None:
     await driven.ask("hello")
     await driven.answered()
     await driven.press("2")
-    await driven.until(lambda: driven.app.tree.shown is not None, "a tree")
+    await driven.until(lambda: driven.app.trees.shown is not None, "a tree")
 
 
 def texts(driven: Driven) -> str:
@@ -56,8 +56,8 @@ async def test_the_tree_of_the_newest_request_is_shown_and_followed(size: tuple[
         await driven.ask("hello")
         await driven.press("2")
         await driven.until(lambda: "following" in driven.shown(), "following")
-        first = driven.app.tree.shown
-        await driven.until(lambda: driven.app.tree.shown.round_index > first.round_index + 2, "newer rounds")
+        first = driven.app.trees.shown
+        await driven.until(lambda: driven.app.trees.shown.round_index > first.round_index + 2, "newer rounds")
         shown = driven.shown()
         assert "request fake-1 of " in shown and "11 of budget 11 used" in shown
         assert "✓" in shown and "►" in shown and "bonus: the target's own choice" in shown
@@ -67,7 +67,7 @@ async def test_one_steps_back_and_forth_and_stays_while_newer_rounds_come():
     async with console(FakeRuntime(answer=ENDLESS, round_s=0.06)) as driven:
         await driven.ask("hello")
         await driven.press("2")
-        screen = driven.app.tree
+        screen = driven.app.trees
         await driven.until(lambda: len(screen._rounds) > 6, "rounds")
         await driven.press("h", "left")
         kept = screen.shown
@@ -110,8 +110,8 @@ async def test_a_request_is_chosen_from_a_filtered_list_and_stays_chosen():
         await driven.until(lambda: "request fake-4 " in texts(driven), "the newest again")
         await driven.press("r", "slash", "escape", "escape")
         assert isinstance(driven.app.screen, TreeScreen)
-        driven.app.tree.follow("fake-2")
-        await driven.until(lambda: "request fake-2 " in texts(driven) and driven.app.tree.shown, "followed")
+        driven.app.trees.follow("fake-2")
+        await driven.until(lambda: "request fake-2 " in texts(driven) and driven.app.trees.shown, "followed")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ async def test_64_nodes_can_be_scrolled_through(size: tuple[int, int]):
     async with console(runtime, size=size) as driven:
         await answered(driven, runtime)
         runtime.traces["fake-1"].append(bushy(64, index=1000))
-        await driven.until(lambda: driven.app.tree.shown.round_index == 1000, "the large tree")
+        await driven.until(lambda: driven.app.trees.shown.round_index == 1000, "the large tree")
         await driven.press("e")
         scroll = driven.app.screen.query_one("#tree_scroll")
         await driven.until(lambda: len(driven.text("#tree_rows").splitlines()) == 66, "a row each")
@@ -149,7 +149,7 @@ async def test_tokens_cannot_style_break_or_steer_the_screen():
         await answered(driven, runtime)
         nodes = [(text, 0, 0.1, not at) for at, text in enumerate(NASTY)]
         runtime.traces["fake-1"].append(tree(nodes, "\x1b[31m", index=1000))
-        await driven.until(lambda: driven.app.tree.shown.round_index == 1000, "it")
+        await driven.until(lambda: driven.app.trees.shown.round_index == 1000, "it")
         await driven.pilot.pause()
         shown = driven.shown()
         assert "[red]no[/red]" in shown and "␛[2J" in shown and "␀" in shown and "\\u202eabc" in shown
@@ -173,15 +173,15 @@ async def test_it_survives_a_tiny_terminal_while_rounds_come_and_with_a_dialog_o
     async with console(FakeRuntime(answer=ENDLESS, round_s=0.06), size=(80, 24)) as driven:
         await driven.ask("hello")
         await driven.press("2")
-        await driven.until(lambda: driven.app.tree.shown is not None, "a tree")
+        await driven.until(lambda: driven.app.trees.shown is not None, "a tree")
         for keys in ((), ("r",)):
             await driven.press(*keys)
             for size in ((10, 3), (1, 1), (40, 10), (80, 24)):
                 await driven.pilot.resize_terminal(*size)
                 await driven.pilot.pause()
         await driven.press("escape")
-        at = driven.app.tree.shown.round_index
-        await driven.until(lambda: driven.app.tree.shown.round_index > at, "still following")
+        at = driven.app.trees.shown.round_index
+        await driven.until(lambda: driven.app.trees.shown.round_index > at, "still following")
         await driven.until(lambda: "following" in driven.shown(), "drawn again")
 
 

@@ -259,7 +259,7 @@ def test_what_the_driver_tells_of_a_card_is_completed_by_the_bus(sources: Any, t
         ("pcie-link", (gpu(0, pcie_width=4, pcie_width_max=16),), {}, "warning", "x4 of x16"),
         ("peer-to-peer", (gpu(0), gpu(1)), {"blocked_peers": ((0, 1),)}, "warning", "0-1"),
         ("numa", (gpu(0, numa_node=0), gpu(1, numa_node=1)), {}, "info", "node 1: GPU 1"),
-        ("throttling", (gpu(0, throttle=("thermal limit (hardware)",)),), {}, "warning", "thermal"),
+        ("throttling", (gpu(0, throttle=("too hot (hardware)",)),), {}, "warning", "too hot"),
     ],
 )
 def test_conditions_of_gpus_are_found(

@@ -18,7 +18,6 @@ from test_runtime_contract import idle, settle
 
 from runtime.http_events import ClientQueue, EventHub, Numbered
 from runtime.http_security import load_keys
-from runtime.http_server import ServerSettings
 from runtime.interface import (
     ConfigRejected,
     EngineState,
@@ -28,6 +27,7 @@ from runtime.interface import (
     StatusChanged,
     WatchEvent,
 )
+from runtime.listener import ServerSettings
 
 ROUTES = [
     ("GET", "/runtime"),

@@ -19,7 +19,7 @@ from api_client import CHAT, HI, TEXT, chat, frames, idle, refused, settle, stre
 from api_server import CONTEXT, ApiServer
 
 from runtime.config import RuntimeConfig
-from runtime.http_server import ServerSettings
+from runtime.listener import ServerSettings
 
 
 @pytest.mark.case("E7")

@@ -9,8 +9,9 @@ import pytest
 from fake_runtime import FakeRuntime
 
 from runtime.http_security import Keys
-from runtime.http_server import ServerSettings, create_app
+from runtime.http_server import create_app
 from runtime.interface import EngineState
+from runtime.listener import ServerSettings
 
 PAGE = "https://page.example"
 

@@ -18,9 +18,7 @@ RUNTIME_MODULES = sorted(
     path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not in {"__init__"} | IN_SGLANG
 )
 COMMAND_MODULES = {name for name in RUNTIME_MODULES if name == "command_options" or name.endswith("commands")}
-SERVING_MODULES = {
-    name for name in RUNTIME_MODULES if name.startswith("http_") or name in ("access_log", "metrics")
-}
+SERVING_MODULES = {name for name in RUNTIME_MODULES if name.startswith("http_") or name == "metrics"}
 ENGINE_PACKAGES = {
     "jinja2",
     "layouts",

@@ -11,9 +11,8 @@ from virtual_time import run_virtual
 
 from runtime.http_load import OpenAiTarget
 from runtime.interface import RuntimeUnavailable
-from runtime.load import Load, LoadRun, arrivals, run_load
+from runtime.load import Load, LoadRun, RuntimeTarget, arrivals, run_load
 from runtime.load_report import LoadResult, Slo, Spread, percentile, summarise
-from runtime.load_targets import RuntimeTarget
 
 PROMPTS = [{"prompt": "one"}, {"messages": ({"role": "user", "content": "two"},)}]
 

@@ -15,9 +15,8 @@ from served import serving
 
 from runtime import logs
 from runtime.http_security import Keys
-from runtime.http_settings import ServerSettings
 from runtime.interface import GenerateRequest, LogLine, RequestStats
-from runtime.listener import Listener
+from runtime.listener import Listener, ServerSettings
 
 SECRET, OPERATOR = "sk-inference-0123456789", "operator-9876543210"
 

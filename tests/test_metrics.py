@@ -27,7 +27,7 @@ from runtime.interface import (
 )
 from runtime.local import LocalRuntime
 from runtime.metrics import KNOWN_WORKLOADS, Metrics
-from runtime.throughput import Throughput
+from runtime.serve import Throughput
 
 UNITS = (
     "_seconds",

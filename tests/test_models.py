@@ -319,7 +319,8 @@ def test_convert_command_answers_in_json_and_refuses_in_one_line(tiny_gguf: Path
 
 def test_listing_and_opening_models_load_no_torch(tiny_gguf: Path) -> None:
     code = (
-        "import sys; from runtime.models import list_cached_models, open_checkpoint;"
+        "import sys; from runtime.models import open_checkpoint;"
+        "from runtime.model_commands import list_cached_models;"
         f"open_checkpoint({str(tiny_gguf)!r}); list_cached_models();"
         "print([each for each in ('torch', 'transformers', 'tokenizers', 'jinja2') if each in sys.modules])"
     )

@@ -31,7 +31,7 @@ from runtime.interface import (
     TokensEmitted,
 )
 from runtime.last_good import keep, last_good_file, recall
-from runtime.listener import Listener
+from runtime.listener import Listener, ServerSettings
 from runtime.local import LocalRuntime
 from runtime.sd_notify import Notifier
 from runtime.serve import Orders, attend, come_up, keep_once_proved, reload
@@ -450,7 +450,6 @@ async def test_a_listener_serves_a_runtime_that_outlives_it(tmp_path: Path) -> N
     from fake_runtime import FakeRuntime
 
     from runtime.http_security import Keys
-    from runtime.http_settings import ServerSettings
 
     runtime = FakeRuntime()
     listener = Listener(runtime, Keys(None, "operator-key"), ServerSettings(port=0))

@@ -16,8 +16,7 @@ import pynvml
 import pytest
 from fake_nvml import GIB, FakeNvml, raising
 
-from runtime.nvml_probe import import_nvml
-from runtime.nvml_readings import throttle_words
+from runtime.nvml_probe import import_nvml, throttle_words
 from runtime.samples import GpuProcess
 from runtime.telemetry import HostSampler
 

@@ -27,7 +27,7 @@ from runtime.interface import (
 )
 from runtime.load_report import Slo
 from runtime.tune import Ledger, TunePlan, TuneRefused, TuneReport, tune
-from runtime.tune_apply import apply_to_file, apply_to_runtime
+from runtime.tune_commands import apply_to_file, apply_to_runtime
 from snapshots.store import Store
 
 PROMPTS = tuple({"prompt": f"prompt {number}"} for number in range(12))
