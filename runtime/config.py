@@ -105,7 +105,8 @@ class RuntimeConfig(BaseModel):
     max_seq_len: int | None = Field(default=None, ge=8)
     """Context limit in tokens, prompt and output; None = the smaller of the model's own limit and 4096."""
     kv_slots: int | None = Field(default=None, ge=64)
-    """Token slots of the KV cache; None = max_concurrency full contexts plus one for kept prefixes."""
+    """Token slots of the KV cache; None = full contexts for half of max_concurrency, two at least: most requests are
+    far shorter, and one that finds no slots waits."""
     prefill_chunk: int = Field(default=256, ge=16)
     """Prompt tokens computed between two decode rounds."""
     prefix_reuse: bool = True

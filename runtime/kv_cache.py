@@ -46,8 +46,9 @@ class Pool:
     def __init__(self, geometry: Geometry, slots: int, device: torch.device) -> None:
         self.device = device
         shape = (geometry.layers, geometry.kv_heads, slots, geometry.head_dim)
-        self.keys = torch.empty(shape, dtype=geometry.dtype, device=device)
-        self.values = torch.empty(shape, dtype=geometry.dtype, device=device)
+        # Zeros are written, so that memory is taken here at once and not page by page while requests run.
+        self.keys = torch.empty(shape, dtype=geometry.dtype, device=device).zero_()
+        self.values = torch.empty(shape, dtype=geometry.dtype, device=device).zero_()
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores `[kv_heads, rows, head_dim]` at slots `start ..`."""

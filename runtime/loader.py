@@ -365,11 +365,16 @@ def _limits(
     return Limits(
         max_seq_len=context,
         max_tree_budget=config.max_tree_budget,
-        kv_slots=config.kv_slots or (config.max_concurrency + 1) * (context + reserve),
+        kv_slots=config.kv_slots or full_contexts(config.max_concurrency) * (context + reserve),
         slot_reserve=reserve,
         vocab_size=min(tokenizer.vocab_size, int(checkpoint.config["vocab_size"])),
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
     )
+
+
+def full_contexts(max_concurrency: int) -> int:
+    """How many contexts of full length the KV slots hold by default; requests beyond that wait for slots."""
+    return max(2, (max_concurrency + 1) // 2)
 
 
 def _drafter_geometry(config: DrafterConfig, dtype: torch.dtype) -> Geometry:

@@ -34,7 +34,7 @@ LONGEST = (
     "test_serve.py",
     "test_gang.py",
 )
-"""Files that start first, so that two workers end together."""
+"""Files that start first, so that all workers end together."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
