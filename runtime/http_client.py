@@ -47,6 +47,8 @@ CONNECT_S = 3.0
 READ_S = 5.0
 APPLY_S = 1800.0
 """A change may have an engine built; a server that ends meanwhile closes the connection."""
+PREVIEW_S = 660.0
+"""Before a change to SGLang its own parser looks at the arguments, which takes a process and its imports."""
 SNAPSHOTS_S = 30.0
 """A long history is filtered, or the server's disk is busy."""
 SILENCE_S = 10.0
@@ -155,7 +157,8 @@ class HttpRuntime:
         return _checked(_ROUNDS, answer["rounds"])
 
     async def preview(self, change: dict[str, Any]) -> ChangePlan:
-        return _checked(ChangePlan, await self._call("POST", "/runtime/preview", {"change": change}))
+        body = {"change": change}
+        return _checked(ChangePlan, await self._call("POST", "/runtime/preview", body, PREVIEW_S))
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
         body = {"change": change, "revision": revision, "author": author}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from layouts.arguments import CHAIN_ALGORITHM, TREE_ALGORITHM, child_environment
+from layouts.arguments import TREE_ALGORITHM, child_environment
 from layouts.library import load_library
 from layouts.presets import Degrees, Preset
 from layouts.values import LayoutError
 from runtime.config import RuntimeConfig
 from runtime.interface import ConfigRejected
 from runtime.loader import Pair
+from runtime.sglang_checks import MODE, SEEDED
 from runtime.sglang_host import Launch, find_python
-
-__all__ = ["CHAIN_ALGORITHM", "TREE_ALGORITHM", "launch_of", "preset_of"]
 
 SINGLE = Preset(name="single-gpu", title="One process", engine="sglang")
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}
@@ -91,9 +90,9 @@ def launch_of(config: RuntimeConfig, pair: Pair, budget: int, block: int) -> Lau
         arguments["disable_cuda_graph"] = True
     arguments |= {name.replace("-", "_"): value for name, value in preset.arguments.items()}
     environment = dict(child_environment(preset, {}, fresh=True).set)
-    environment["DDTREE_SGLANG_SEEDED"] = "1"
+    environment[SEEDED] = "1"
     if budget:
-        environment["DDTREE_SGLANG_MODE"] = "chain" if config.mode == "chain" else "tree"
+        environment[MODE] = "chain" if config.mode == "chain" else "tree"
         arguments |= {
             "speculative_algorithm": TREE_ALGORITHM,
             "speculative_draft_model_path": str(pair.drafter_path),

@@ -16,6 +16,8 @@ BACKENDS = ("triton",)
 """Attention backends whose tree mask was tested."""
 UNTESTED = "DDTREE_SGLANG_UNTESTED"
 """Variable that lets a release run that is not in `TESTED`."""
+MODE, SEEDED = "DDTREE_SGLANG_MODE", "DDTREE_SGLANG_SEEDED"
+"""Variables: tree or chain; 1 where plain decoding too samples by each request's seed."""
 
 
 def installed_version() -> str:
@@ -59,7 +61,7 @@ def check_server_args(server_args: Any) -> None:
         refuse(f"tokenizer_worker_num is {server_args.tokenizer_worker_num}", "use 1: others load no plugins")
     try:
         TreeShape.of(
-            os.environ.get("DDTREE_SGLANG_MODE", "tree"),
+            os.environ.get(MODE, "tree"),
             int(server_args.speculative_dflash_block_size),
             int(server_args.speculative_num_draft_tokens),
         )

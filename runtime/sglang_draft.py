@@ -94,12 +94,14 @@ class Drafts:
         self.seeds = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.noisy = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
-    def set_sampling(self, temperatures: Tensor, seeds: Tensor | None, noisy: bool) -> None:
-        """Under what the next trees are drafted: `temperatures [batch]`, `seeds [batch]`; `noisy`: with their noise."""
+    def set_sampling(self, temperatures: Tensor, seeds: Tensor | None, top_ks: Tensor) -> None:
+        """Under what the next trees of a batch are drafted, one value a request; one that is greedy gets no noise."""
         batch = temperatures.shape[0]
         self.temperatures[:batch].copy_(temperatures)
-        self.noisy[:batch].fill_(int(noisy and seeds is not None))
-        if seeds is not None:
+        self.noisy[:batch].copy_(top_ks != 1)
+        if seeds is None:
+            self.noisy[:batch].zero_()
+        else:
             self.seeds[:batch].copy_(seeds)
 
     def draft(self, hidden: Tensor, block_ids: Tensor, positions: Tensor) -> None:

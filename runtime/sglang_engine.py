@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from layouts.checks import tree_refusal
 from runtime.calibrate import Calibration, prove
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, Running, Sink
@@ -29,11 +30,12 @@ from runtime.interface import (
 )
 from runtime.kv_cache import KVCache
 from runtime.loader import Loaded, Pair, Progress, read_pair
-from runtime.round import Models
+from runtime.round import Models, SequenceRound
 from runtime.sequence import OutputToken, Speculation
 from runtime.sglang_arguments import launch_of
 from runtime.sglang_host import Launch, SglangProcess, check, environment_folder
 from runtime.target import TargetModel
+from runtime.traces import LateRounds, TracedRound
 
 WAIT_S = 0.02
 """A step waits so long for tokens; commands are obeyed between two steps."""
@@ -97,12 +99,9 @@ def prepare(config: RuntimeConfig) -> Prepared:
     budget = tree_budget_of(config, pair)
     drafter = pair.drafter_config
     block = (config.block_size or drafter.block_size) if drafter else 1
-    if config.mode == "tree" and 0 < budget < block - 1:
-        raise ConfigRejected(
-            f"tree_budget: {budget} is below the draft horizon {block - 1}: SGLang's slots must hold the draft block; "
-            f"use {block - 1} or more, 0, or a smaller block_size",
-            "tree_budget",
-        )
+    narrow = tree_refusal(budget, block) if budget else None
+    if narrow:
+        raise ConfigRejected(f"{narrow}, 0, or a smaller block_size", "tree_budget")
     layers = int(pair.checkpoint.config["num_hidden_layers"])
     if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
         raise ConfigRejected(
@@ -171,6 +170,7 @@ class SglangEngine(Engine):
         self._sent: dict[str, str] = {}
         """Requests that SGLang works on, by the name it has for them; no name is used twice."""
         self._names = itertools.count()
+        self._sampled = LateRounds()
         self._playing = self._captured()
         self._width = self._playing.tree_budget + 1
 
@@ -196,7 +196,6 @@ class SglangEngine(Engine):
             "frequency_penalty": asked.frequency_penalty != 0,
             "repetition_penalty": asked.repetition_penalty != 1,
             "min_tokens": asked.min_tokens > 0,
-            "min_p": asked.min_p > 0,
             "logprobs": asked.logprobs is not None,
         }
         for name, wanted in refused.items():
@@ -219,7 +218,23 @@ class SglangEngine(Engine):
                 count = self._take(running, answer)
                 if count:
                     emitted.append(count)
+                self._settle_rounds(running)
+        for sent in self._process.trees.take():
+            running = self._requests.get(self._sent.get(sent["id"], ""))
+            if running is not None:
+                self._sampled.add(running.ticket.request_id, _traced(sent, self._playing))
+                self._settle_rounds(running)
         return self._figures(emitted) if emitted else None
+
+    def traced(self, request_id: str, after: int = 0) -> tuple[TracedRound, ...]:
+        """Rounds of a request as SGLang's scheduler samples them while somebody looks; the first look begins that."""
+        self._process.trees.look([name for name, known in self._sent.items() if known == request_id])
+        return super().traced(request_id, after)
+
+    def _settle_rounds(self, running: Running, ended: bool = False) -> None:
+        text = running.ticket.progress
+        ids = [] if text is None else text.token_ids
+        self._sampled.settle(running.ticket.request_id, ids, running.traces, ended)
 
     def catch_up(self, tick: Callable[[], object]) -> None:
         """Hands over what runs; SGLang computes it."""
@@ -259,6 +274,7 @@ class SglangEngine(Engine):
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "sampling_seed": sampling.seed & (2**63 - 1),
             "stop_token_ids": sorted(sampling.stop_token_ids),
             # With this SGLang heeds no stop token at all; those of the request are looked for here as well.
@@ -322,6 +338,7 @@ class SglangEngine(Engine):
         for name in [name for name, known in self._sent.items() if known == running.ticket.request_id]:
             del self._sent[name]
             self._process.cancel(name)
+        self._settle_rounds(running, ended=True)
         self.scheduler.finish(running.ticket, False)
         self._close(running, reason, error)
 
@@ -347,6 +364,17 @@ class SglangEngine(Engine):
             prefill_tokens=self.prefilled_tokens - tokens,
             prefill_s=0.0,
         )
+
+
+def _traced(sent: Mapping[str, Any], how: Speculation) -> TracedRound:
+    """A round as the scheduler sent it, its last token the target's own."""
+    ids = [int(each) for each in sent["tokens"]]
+    tokens = [OutputToken(each, i + 1 < len(ids)) for i, each in enumerate(ids)]
+    nodes = tuple(
+        (int(token), int(parent), int(depth), float(p)) for token, parent, depth, p in sent["nodes"]
+    )
+    outcome = SequenceRound(tokens, tuple(sent["path"]), nodes, None)
+    return TracedRound(int(sent["index"]), int(sent["position"]), outcome, how, len(tokens), False)
 
 
 def _ended(finish: Mapping[str, Any] | None, stopped: bool) -> str | None:

@@ -28,11 +28,13 @@ from typing import Any
 
 from runtime.interface import ConfigRejected, EngineLost
 from runtime.logs import LOGGER
+from runtime.sglang_trees import PLACE, TreeBox
 
 SGLANG_VERSION = "0.5.18"
 """What `ddtree engine install sglang` installs."""
 DISTRIBUTION = "ddtree-console"
-CHECK_S = 180.0
+CHECK_S = 600.0
+"""A busy host may need minutes to import SGLang; `http_client.PREVIEW_S` is longer."""
 LOAD_S = 3600.0
 CLOSE_S = 10.0
 KEPT_LINES = 60
@@ -155,6 +157,7 @@ class SglangProcess:
         self._arrived = threading.Event()
         self._printed: deque[str] = deque(maxlen=KEPT_LINES)
         self._write = threading.Lock()
+        self.trees = TreeBox()
         mine, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -163,11 +166,12 @@ class SglangProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=launch.variables(plugin_folder(folder)),
+                env=launch.variables(plugin_folder(folder)) | {PLACE: str(self.trees.folder)},
                 cwd=folder,
                 start_new_session=True,
             )
         except OSError as failure:
+            self.trees.close()
             raise EngineLost(f"{launch.python} cannot be started: {failure.strerror}") from None
         finally:
             theirs.close()
@@ -233,6 +237,7 @@ class SglangProcess:
             self._pipe.close()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self.trees.close()
 
     def _send(self, kind: bytes, value: Any) -> None:
         try:

@@ -1,10 +1,11 @@
 """`DDTREE_CONSOLE`, a speculative algorithm for SGLang that comes from outside of it: entry point `sglang.srt.plugins`.
 
-SGLang calls `register` in each of its processes. Nothing of SGLang is edited: an algorithm is registered, and three of
-its functions get hooks through its own hook registry, each for a decision that SGLang takes by name:
+SGLang calls `register` in each of its processes. Nothing of SGLang is edited: an algorithm is registered, and four of
+its functions get hooks through its own hook registry:
 
-    capture of verify graphs      would leave the trees' mask out for the DFlash family
-    sampling of a batch           gives seeds to its sampler only in deterministic mode, which slows everything
+    capture of verify graphs      would leave the trees' mask out for the DFlash family, which SGLang tells by name
+    settings of a batch           give seeds to its sampler only in deterministic mode, which slows everything
+    choice under filters          would add a seed's noise by rank, so that a text would depend on its neighbours
     requests that are refused     penalties would not see the drafted ancestors of a node
 
 Settings that SGLang's arguments have no place for come by environment: `DDTREE_SGLANG_MODE` (tree or chain) and
@@ -19,16 +20,16 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from runtime.sglang_checks import BACKENDS, check_server_args, check_version, installed_version
+from runtime.sglang_checks import BACKENDS, SEEDED, check_server_args, check_version, installed_version
 
 NAME = "DDTREE_CONSOLE"
-SEEDED = "DDTREE_SGLANG_SEEDED"
 HOOKED = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+    "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
 )
-"""Functions of SGLang that get a hook after them, in the order of this module's hooks."""
+"""Functions of SGLang that get a hook: the first three after them, the last one around it."""
 DEFAULT_RUNNING = 16
 """Requests at a time where no argument says so: a batch verifies requests x nodes rows."""
 
@@ -48,8 +49,9 @@ def register() -> None:
 
         return worker_class(server_args)
 
-    for target, hook in zip(HOOKED, (with_tree_mask, with_seeds, refuse_request), strict=True):
+    for target, hook in zip(HOOKED, (with_tree_mask, with_seeds, refuse_request), strict=False):
         HookRegistry.register(target, hook, HookType.AFTER)
+    HookRegistry.register(HOOKED[-1], choose_by_token, HookType.AROUND)
 
 
 def check_arguments(server_args: Any) -> None:
@@ -106,7 +108,7 @@ def with_seeds(sampling: Any, *args: Any, **_kwargs: Any) -> Any:
     batch = next((each for each in args if hasattr(each, "reqs")), None)
     if batch is None or sampling.sampling_seed is not None:
         return sampling
-    if os.environ.get(SEEDED) != "1" and getattr(batch.spec_algorithm, "name", "") != NAME:
+    if not _seeded():
         return sampling
     import torch
 
@@ -117,6 +119,27 @@ def with_seeds(sampling: Any, *args: Any, **_kwargs: Any) -> Any:
     seeds = torch.tensor([_signed(each.sampling_params.sampling_seed) for each in batch.reqs])
     sampling.sampling_seed = seeds.to(sampling.device, non_blocking=True)
     return sampling
+
+
+def choose_by_token(
+    chosen: Any,
+    probs: Any,
+    top_ks: Any,
+    top_ps: Any,
+    min_ps: Any,
+    need_min_p: bool,
+    seeds: Any,
+    positions: Any,
+) -> Any:
+    """In place of SGLang's choice under top-k, top-p and min-p (`chosen`): noise of a seed belongs to the token id."""
+    if seeds is None or not _seeded():
+        return chosen(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions)
+    from sglang.srt.layers.sampler import sampling_from_probs_torch
+
+    from runtime.sglang_verify import kept
+
+    left = kept(probs, top_ks, top_ps, min_ps if need_min_p else None)
+    return sampling_from_probs_torch(left, sampling_seed=seeds, positions=positions)
 
 
 def refuse_request(refusal: str | None, request: Any, *_args: Any) -> str | None:
@@ -135,11 +158,14 @@ def refuse_request(refusal: str | None, request: Any, *_args: Any) -> str | None
     asked = [name for name, wanted in penalties.items() if wanted]
     if asked:
         return f"{asked[0]} is not supported by {NAME}: a node's drafted ancestors would not be counted"
-    if parameters.min_p > 0:
-        return f"min_p is not supported by {NAME}: SGLang's seeded sampler has none"
     if request.return_logprob:
         return f"log-probabilities are not supported by {NAME}"
     return None
+
+
+def _seeded() -> bool:
+    """Whether the process samples by each request's seed."""
+    return os.environ.get(SEEDED) == "1" or _serves_trees()
 
 
 def _serves_trees() -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import sampling_from_probs_torch, top_k_top_p_min_p_sampling_from_probs_torch
+from sglang.srt.layers.sampler import sampling_from_probs_torch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
@@ -72,27 +72,33 @@ def choose(logits: Tensor, sampling: Any, positions: Tensor, nodes: int) -> Tens
     logits.div_(sampling.temperatures.repeat_interleave(nodes, 0, output_size=logits.shape[0]))
     logits[:] = torch.softmax(logits, dim=-1)
 
-    def per_node(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.repeat_interleave(nodes, 0, output_size=logits.shape[0])
+    def per_node(values: Tensor) -> Tensor:
+        return values.repeat_interleave(nodes, 0, output_size=logits.shape[0])
 
-    seeds = per_node(sampling.sampling_seed)
-    if is_simple(sampling):
-        chosen = sampling_from_probs_torch(logits, sampling_seed=seeds, positions=positions)
-    else:
-        chosen = top_k_top_p_min_p_sampling_from_probs_torch(
-            logits,
-            per_node(sampling.top_ks),
-            per_node(sampling.top_ps),
-            per_node(sampling.min_ps),
-            sampling.need_min_p_sampling,
-            seeds,
-            positions,
-        )
+    if not is_simple(sampling):
+        min_ps = per_node(sampling.min_ps) if sampling.need_min_p_sampling else None
+        logits = kept(logits, per_node(sampling.top_ks), per_node(sampling.top_ps), min_ps)
+    seeds = None if sampling.sampling_seed is None else per_node(sampling.sampling_seed)
+    chosen = sampling_from_probs_torch(logits, sampling_seed=seeds, positions=positions)
     return chosen.view(-1, nodes).to(torch.int64)
 
 
+def kept(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None) -> Tensor:
+    """`probs [rows, vocab]` with 0 where SGLang's filters (one value a row each) leave a token out, in place.
+
+    SGLang's own function draws among ranks instead of token ids. There, a seed's noise depends on whether any request
+    of the batch filters or is greedy, and moves with every pair of near-equal tokens.
+    """
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    out = (ranks >= top_ks.view(-1, 1)) | (ordered.cumsum(-1) - ordered > top_ps.view(-1, 1))
+    if min_ps is not None:
+        out |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
+    return probs.zero_().scatter_(-1, ids, ordered.masked_fill_(out, 0.0))
+
+
 def is_simple(sampling: Any) -> bool:
-    """True where SGLang's sampler filters nothing; then, and only then, its noise belongs to the token id."""
+    """True where no request of the batch filters anything or is greedy."""
     return not (sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling)
 
 

@@ -29,9 +29,10 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
 
-from runtime.sglang_checks import check_captured_mask, check_worker
+from runtime.sglang_checks import MODE, check_captured_mask, check_worker
 from runtime.sglang_draft import Drafts, Head, TreeShape
-from runtime.sglang_verify import Accepted, DDTreeVerifyInput, MaskBuffer, accept, choose, is_simple
+from runtime.sglang_trees import PLACE, TreeSampler
+from runtime.sglang_verify import Accepted, DDTreeVerifyInput, MaskBuffer, accept, choose
 from runtime.tree import DraftTree, tree_links
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         """Raises ValueError or RuntimeError, saying why, where this SGLang or these arguments cannot run trees."""
-        mode = os.environ.get("DDTREE_SGLANG_MODE", "tree")
+        mode = os.environ.get(MODE, "tree")
         block = int(server_args.speculative_dflash_block_size)
         self.shape = TreeShape.of(mode, block, int(server_args.speculative_num_draft_tokens))
         # The parent takes its block from the width of a verify pass, which is the trees' here.
@@ -54,6 +55,8 @@ class DDTreeWorker(DFlashWorkerV2):
         self._drafts: Drafts | None = None
         self._mask: MaskBuffer | None = None
         self._node_offsets = torch.arange(self.shape.nodes, device=self.device)
+        place = os.environ.get(PLACE)
+        self._trees = TreeSampler(place) if place and get_tp_group().rank_in_group == 0 else None
         check_worker(self)
         logger.info("DDTREE_CONSOLE: %s trees of %d nodes, block %d", mode, self.shape.nodes, block)
 
@@ -135,6 +138,8 @@ class DDTreeWorker(DFlashWorkerV2):
             if on_publish is not None:
                 on_publish(lengths)
             self._commit(output.logits_output, committed, places, accepted)
+            if self._trees is not None:
+                self._trees.step(batch.reqs, committed, tree, accepted)
         output.logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=output.logits_output,
@@ -163,8 +168,7 @@ class DDTreeWorker(DFlashWorkerV2):
         requests = committed.shape[0]
         sampling = batch.sampling_info
         if sampling is not None:
-            noisy = not sampling.is_all_greedy and is_simple(sampling)
-            drafts.set_sampling(sampling.temperatures.view(-1), sampling.sampling_seed, noisy)
+            drafts.set_sampling(sampling.temperatures.view(-1), sampling.sampling_seed, sampling.top_ks)
         block_ids = torch.full((requests, block), self._mask_token_id, device=committed.device)
         block_ids[:, 0] = given.bonus_tokens
         positions = (committed.unsqueeze(1) + self._node_offsets[:block]).flatten()

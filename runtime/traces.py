@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from runtime.interface import TreeNode, TreeTrace
@@ -58,6 +58,29 @@ class RequestTraces:
     def since(self, after: int) -> tuple[TracedRound, ...]:
         """Kept rounds whose index is above `after`, oldest first."""
         return tuple(traced for traced in self._rounds if traced.index > after)
+
+
+class LateRounds:
+    """Rounds that come apart from their tokens: each is kept once its tokens are part of the text."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[TracedRound]] = {}
+
+    def add(self, request_id: str, traced: TracedRound) -> None:
+        self._waiting.setdefault(request_id, []).append(traced)
+
+    def settle(self, request_id: str, text: list[int], traces: RequestTraces, ended: bool = False) -> None:
+        """Adds to `traces` what `text`, prompt included, bears out; of the last one, at its end, what counts."""
+        for traced in self._waiting.pop(request_id, []):
+            ids = [token.token_id for token in traced.outcome.tokens]
+            come = text[traced.position + 1 :][: len(ids)]
+            if come != ids[: len(come)]:
+                continue
+            if len(come) == len(ids) or (ended and come):
+                last = ended and traced.position + 1 + len(come) == len(text)
+                traces.add(replace(traced, emitted=len(come), ended=last))
+            elif not ended:
+                self.add(request_id, traced)
 
 
 class EndedTraces:

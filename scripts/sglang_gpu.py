@@ -1,456 +1,383 @@
-"""Measures the SGLang engine and its plugin on a GPU, one question a call; every line is written when it is known.
+"""Measures the SGLang engine and its plugin on a GPU; a call that was cut short goes on where it was.
 
-    python scripts/sglang_gpu.py PART --target FOLDER --drafter FOLDER [--out DIR] [...]
+    python scripts/sglang_gpu.py all --target FOLDER --out FOLDER [--seconds 560] [--site FOLDER] [--earlier FILE ...]
 
-    speed       plain, stock DFLASH and trees of each width; concurrency, temperature; accept length, ms a step, tok/s
+    check       what needs no GPU: the pair, the prompts, every arm's arguments through SGLang's parser, the cells
+    speed       plain, stock DFLASH, chains and trees of each width; concurrency, temperature; accept length, ms a step
     same        texts of trees against plain ones, token by token, by the near-tie rule
     captured    graphs against eager, and the negative control: a mask that lets every node see every other one
     soak        thousands of steps with requests that come, go and are aborted; then nothing may be left over
     native      the native engine on the same weights and prompts
     kill        kill -9 of SGLang's scheduler under a stream; what the client sees, and whether the memory comes back
+    all         check, then the others, each engine in a process of its own, the most wanted first
 
-The plugin is brought to SGLang by PYTHONPATH; nothing is installed. SGLang must be importable by this Python.
+The plugin comes by PYTHONPATH; nothing is installed. `--site`: a folder with SGLang and its packages, which only the
+processes that need it get, where this Python has none. Every cell is a line of FOLDER/sglang.jsonl once it is known.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-SETS = ("maths", "code", "chat")
-BASE = {
-    "skip_tokenizer_init": True,
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "dtype": "bfloat16",
-    "mem_fraction_static": 0.4,
-    "max_running_requests": 32,
-    "disable_radix_cache": True,
-    "random_seed": 0,
-    "log_level": "warning",
-}
-CONTROL = """
-def register():
-    from runtime import sglang_verify
-    fill = sglang_verify.MaskBuffer.fill
-    sglang_verify.MaskBuffer.fill = lambda self, mask, committed: fill(self, mask | True, committed)
-"""
-"""A second plugin for the negative control: inside the block, everything is visible."""
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from sglang_cells import (  # noqa: E402
+    ROOT,
+    Results,
+    all_prompts,
+    bring_sglang,
+    compared,
+    config_of,
+    driven,
+    engine_of,
+    figures,
+    gaps_of,
+    gpu_used,
+    judged,
+    parsed,
+    prompt_ids,
+    request_of,
+    run,
+    sampling,
+    several,
+    tau_of,
+)
+
+TREES = "tree32,tree16,tree64"
+ARMS = f"plain,dflash,{TREES},chain"
+TEMPERATURES = (0.0, 1.0)
+NATIVE = (("off", 0), ("chain", 0), ("tree", 15), ("tree", 31), ("tree", 63))
 
 
-class Out:
-    """Lines of JSON, on stdout and in a file, as they come."""
-
-    def __init__(self, folder: str | None, part: str) -> None:
-        self._file = None
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = (Path(folder) / f"sglang-{part}.jsonl").open("a", encoding="utf-8")
-
-    def __call__(self, kind: str, **values: Any) -> None:
-        line = json.dumps({"kind": kind, **values})
-        print(line, flush=True)
-        if self._file:
-            print(line, file=self._file, flush=True)
+def speed_cells(arm: str, options: argparse.Namespace) -> list[tuple[str, str, float, int]]:
+    """(name, set, temperature, concurrency) of an arm's cells, those at concurrency 1 first."""
+    return [
+        (f"speed/{arm}/{name}/T{temperature:g}/c{at_once}", name, temperature, at_once)
+        for at_once in options.concurrency
+        for temperature in TEMPERATURES
+        for name in ("maths", "code", "chat")
+    ]
 
 
-def bring_plugin(control: bool = False) -> None:
-    """Puts the plugin, and the negative control where wanted, on the path of this process and its children."""
-    from runtime.sglang_host import plugin_folder
+def check(options: argparse.Namespace, results: Results) -> None:
+    from runtime.drafter import read_drafter_config
 
-    folder = Path(tempfile.mkdtemp(prefix="ddtree-plugin-"))
-    paths = [str(plugin_folder(folder))]
-    if control:
-        information = folder / "control" / "ddtree_negative_control-1.dist-info"
-        information.mkdir(parents=True)
-        (information.parent / "ddtree_negative_control.py").write_text(CONTROL)
-        (information / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: ddtree-negative-control\nVersion: 1\n"
+    config = json.loads((options.target / "config.json").read_text())
+    drafter = read_drafter_config(options.drafter)
+    layers = int(config["num_hidden_layers"])
+    taps = list(drafter.target_layer_ids)
+    if max(taps) >= layers - 1 or drafter.num_target_layers != layers:
+        raise SystemExit(
+            f"{options.drafter} taps {taps}; SGLang gives layers 0 to {layers - 2} of {options.target}"
         )
-        (information / "entry_points.txt").write_text(
-            "[sglang.srt.plugins]\ncontrol = ddtree_negative_control:register\n"
+    prompts = {name: [len(ids) for ids in each] for name, each in prompt_ids(options).items()}
+    longest = max(max(each) for each in prompts.values())
+    if longest + options.tokens > options.context:
+        raise SystemExit(
+            f"a prompt of {longest} tokens and {options.tokens} more exceed --context {options.context}"
         )
-        paths.append(str(information.parent))
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    for arm in options.arms:
+        results.note("arguments", arm=arm, resolved=parsed(arm, options))
+    names = [cell[0] for arm in options.arms for cell in speed_cells(arm, options)]
+    results.note("check", prompts={name: len(each) for name, each in prompts.items()}, longest=longest,
+                 cells=len(names), missing=len(results.missing(names)))  # fmt: skip
 
 
-def arm_arguments(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Engine arguments of "plain", "dflash" or "tree16" (rows of a verify pass)."""
-    arguments = {**BASE, "model_path": options.target, "context_length": options.context}
-    os.environ["DDTREE_SGLANG_SEEDED"] = "1"
-    if arm == "plain":
-        return arguments
-    block = json.loads((Path(options.drafter) / "config.json").read_text())["block_size"]
-    arguments |= {"speculative_draft_model_path": options.drafter, "speculative_dflash_block_size": block}
-    if arm == "dflash":
-        os.environ.pop("DDTREE_SGLANG_SEEDED")  # its sampler brings its own randomness
-        return arguments | {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": block}
-    return arguments | {
-        "speculative_algorithm": "DDTREE_CONSOLE",
-        "speculative_num_draft_tokens": int(arm.removeprefix("tree")),
-    }
-
-
-def prompt_ids(options: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """`--prompts` bundled prompts of each set, chat template applied."""
-    from runtime.prompt_sets import bundled_prompts
-    from runtime.tokenizer import ChatTokenizer
-
-    tokenizer = ChatTokenizer.from_folder(Path(options.target))
-    found = {}
-    for name, prompts in bundled_prompts(options.prompts).items():
-        turns = [each.get("messages") or [{"role": "user", "content": each["prompt"]}] for each in prompts]
-        found[name] = [list(tokenizer.apply_chat_template([dict(turn) for turn in each])) for each in turns]
-    return found
-
-
-@contextlib.contextmanager
-def engine_of(arm: str, options: argparse.Namespace, out: Out, **changes: Any) -> Any:
-    import sglang
-
-    began = time.time()
-    engine = sglang.Engine(**(arm_arguments(arm, options) | changes))
-    out("engine", arm=arm, version=sglang.__version__, seconds=round(time.time() - began, 1), **changes)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
-def sampling(temperature: float, tokens: int, seed: int = 0) -> dict[str, Any]:
-    settings = {"temperature": temperature, "max_new_tokens": tokens}
-    return settings | ({"sampling_seed": 1000 + seed} if temperature else {})
-
-
-async def _one(engine: Any, ids: list[int], settings: dict[str, Any]) -> dict[str, Any]:
-    """One request with the times at which its tokens came."""
-    began, first, last, answer = time.perf_counter(), None, None, {}
-    async for chunk in await engine.async_generate(input_ids=ids, sampling_params=settings, stream=True):
-        answer = chunk
-        last = time.perf_counter()
-        first = first or last
-    meta = answer["meta_info"]
-    tokens = len(answer["output_ids"])
-    rounds = meta.get("spec_verify_ct") or tokens - 1
-    return {
-        "ids": answer["output_ids"],
-        "tokens": tokens,
-        "rounds": rounds,
-        "decode_s": (last or began) - (first or began),
-        "histogram": meta.get("spec_correct_drafts_histogram"),
-    }
-
-
-async def _load(engine: Any, prompts: list[list[int]], at_once: int, temperature: float, tokens: int) -> Any:
-    """All prompts, `at_once` at a time; their answers in order and the seconds it took."""
-    answers: list[Any] = [None] * len(prompts)
-    waiting = iter(range(len(prompts)))
-
-    async def client() -> None:
-        for number in waiting:
-            answers[number] = await _one(engine, prompts[number], sampling(temperature, tokens, number))
-
-    began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(at_once)))
-    return answers, time.perf_counter() - began
-
-
-def run(engine: Any, *arguments: Any) -> Any:
-    return engine.loop.run_until_complete(_load(engine, *arguments))
-
-
-def figures(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Of one set at one concurrency: per request and, for the whole load, tails included."""
-    decoded = sum(each["tokens"] - 1 for each in answers)
-    rounds = sum(each["rounds"] for each in answers)
-    rates = [(each["tokens"] - 1) / each["decode_s"] for each in answers if each["decode_s"]]
-    steps = [1000 * each["decode_s"] / each["rounds"] for each in answers if each["rounds"]]
-    return {
-        "n": len(answers),
-        "accept_length": round(decoded / rounds, 3),
-        "ms_step_median": round(statistics.median(steps), 3),
-        "tok_s_median": round(statistics.median(rates), 1),
-        "tok_s_total": round(sum(each["tokens"] for each in answers) / seconds, 1),
-    }
-
-
-def speed(options: argparse.Namespace, out: Out) -> None:
+def speed(options: argparse.Namespace, results: Results) -> None:
     prompts = prompt_ids(options)
-    for arm in options.arms.split(","):
-        with engine_of(arm, options, out) as engine:
-            for name, ids in prompts.items():
-                run(engine, ids[:4], 4, 0.0, 16)
-                for temperature in (0.0, 1.0):
-                    for at_once in map(int, options.concurrency.split(",")):
-                        several = (ids * at_once)[: max(len(ids), 2 * at_once)]
-                        answers, seconds = run(engine, several, at_once, temperature, options.tokens)
-                        out("speed", arm=arm, set=name, temperature=temperature, concurrency=at_once,
-                            **figures(answers, seconds))  # fmt: skip
-
-
-def same(options: argparse.Namespace, out: Out) -> None:
-    """Judged by teacher forcing: what each arm emitted must be plain decoding's choice, or within tau of it."""
-    prompts = [ids for each in prompt_ids(options).values() for ids in each]
-    texts: dict[tuple[str, float], list[list[int]]] = {}
-    for arm in ("plain", *options.arms.split(",")):
-        if arm == "plain" and ("plain", 0.0) in texts:
+    for arm in options.arms:
+        cells = speed_cells(arm, options)
+        if not results.missing([cell[0] for cell in cells]):
             continue
-        with engine_of(arm, options, out) as engine:
-            for temperature in (0.0, 1.0):
-                answers, _ = run(engine, prompts, 8, temperature, options.tokens)
-                texts[arm, temperature] = [each["ids"] for each in answers]
-    for (arm, temperature), found in texts.items():
-        plain = texts["plain", temperature]
-        first = [_first_difference(a, b) for a, b in zip(plain, found, strict=True)]
-        equal = sum(place is None for place in first)
-        out("same", arm=arm, temperature=temperature, equal=equal, of=len(found), first_difference=first)
-    with engine_of("plain", options, out) as engine:
-        tau = _tau(engine, prompts, texts["plain", 0.0])
-        out("tau", value=tau)
-        for (arm, temperature), found in texts.items():
-            if temperature == 0.0:
-                gaps = [
-                    gap for ids, text in zip(prompts, found, strict=True) for gap in _gaps(engine, ids, text)
-                ]
-                over = [gap for gap in gaps if gap > tau]
-                ties = sum(0 < gap <= tau for gap in gaps)
-                out("near_ties", arm=arm, tokens=len(gaps), ties=ties, per_hundred=round(100 * ties / len(gaps), 3),
-                    divergences=len(over), largest=max(gaps))  # fmt: skip
+        with engine_of(arm, options, results) as engine:
+            warm = [ids for each in prompts.values() for ids in each]
+            for at_once in options.concurrency:
+                run(engine, several(warm[:4], at_once), at_once, 0.0, min(32, options.tokens))
+            for name, kind, temperature, at_once in cells:
+
+                def measure(
+                    kind: str = kind, temperature: float = temperature, at_once: int = at_once
+                ) -> Any:
+                    asked = several(prompts[kind], at_once)
+                    return figures(*run(engine, asked, at_once, temperature, options.tokens))
+
+                results.cell(name, measure)
 
 
-def _first_difference(a: list[int], b: list[int]) -> int | None:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+def texts_of(
+    arm: str, options: argparse.Namespace, results: Results, **changes: Any
+) -> dict[str, Any] | None:
+    """The texts of one arm at both temperatures, as cells, so that another call can compare with them."""
+    extra = "/eager" if changes else ""
+    names = [f"texts/{arm}{extra}/T{temperature:g}" for temperature in TEMPERATURES]
+    if results.missing(names):
+        with engine_of(arm, options, results, **changes) as engine:
+            for name, temperature in zip(names, TEMPERATURES, strict=True):
+
+                def measure(temperature: float = temperature) -> dict[str, Any]:
+                    answers, _ = run(engine, all_prompts(options), 8, temperature, options.tokens)
+                    return {"ids": [each["ids"] for each in answers]}
+
+                results.cell(name, measure)
+    rows = [results.done.get(name) for name in names]
+    if not all(rows):
+        return None
+    return dict(zip(TEMPERATURES, (row["ids"] for row in rows if row), strict=True))
 
 
-def _forced(engine: Any, prompt: list[int], text: list[int]) -> list[tuple[float, float]]:
-    """For each token of `text`: its log-probability and the largest one, computed in one pass over all of it."""
-    answer = engine.generate(
-        input_ids=prompt + text,
-        sampling_params={"temperature": 0.0, "max_new_tokens": 1},
-        return_logprob=True,
-        logprob_start_len=len(prompt) - 1,
-        top_logprobs_num=1,
-    )["meta_info"]
-    chosen = answer["input_token_logprobs"][-len(text) :]
-    best = answer["input_top_logprobs"][-len(text) :]
-    return [(own[0], top[0][0]) for own, top in zip(chosen, best, strict=True)]
-
-
-def _gaps(engine: Any, prompt: list[int], text: list[int]) -> list[float]:
-    return [max(0.0, best - own) for own, best in _forced(engine, prompt, text)]
-
-
-def _tau(engine: Any, prompts: list[list[int]], texts: list[list[int]]) -> float:
-    """Twice the 99.9th percentile of how much the same position differs between one row and many rows."""
-    differences = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        alone = engine.generate(
-            input_ids=prompt,
-            sampling_params={"temperature": 0.0, "max_new_tokens": len(text)},
-            return_logprob=True,
-        )
-        ids, told = alone["output_ids"], alone["meta_info"]["output_token_logprobs"]
-        forced = _forced(engine, prompt, ids)
-        differences += [abs(one[0] - many[0]) for one, many in zip(told, forced, strict=True)]
-    differences.sort()
-    return 2 * differences[min(len(differences) - 1, int(0.999 * len(differences)))]
-
-
-def captured(options: argparse.Namespace, out: Out) -> None:
-    """Graphs against eager in two processes' engines; then graphs with the control's mask, which must differ."""
-    arm = options.arms.split(",")[0]
-    prompts = [ids for each in prompt_ids(options).values() for ids in each][:24]
-    found = {}
-    for name, changes in (("graphs", {}), ("eager", {"disable_cuda_graph": True})):
-        with engine_of(arm, options, out, **changes) as engine:
-            answers, _ = run(engine, prompts, 8, 0.0, options.tokens)
-            found[name] = [each["ids"] for each in answers]
-    control = subprocess.run(
-        [sys.executable, __file__, "control", *sys.argv[2:]], stdout=subprocess.PIPE, text=True
-    )
-    found["control"] = json.loads(control.stdout.splitlines()[-1])["ids"]
-    for name in ("eager", "control"):
-        first = [_first_difference(a, b) for a, b in zip(found["graphs"], found[name], strict=True)]
-        out("captured", arm=arm, against=name, equal=sum(each is None for each in first), of=len(first),
-            first_difference=first)  # fmt: skip
-
-
-def control(options: argparse.Namespace, out: Out) -> None:
-    prompts = [ids for each in prompt_ids(options).values() for ids in each][:24]
-    with engine_of(options.arms.split(",")[0], options, out) as engine:
-        answers, _ = run(engine, prompts, 8, 0.0, options.tokens)
-    out("control", ids=[each["ids"] for each in answers])
-
-
-def soak(options: argparse.Namespace, out: Out) -> None:
-    """SGLang checks its slots whenever it is idle and ends with an error where one leaked; memory is read besides."""
-    draws = random.Random(0)
-    prompts = [ids for each in prompt_ids(options).values() for ids in each]
-    with engine_of(options.arms.split(",")[0], options, out) as engine:
-
-        async def request(number: int) -> int:
-            name, taken = f"soak{number}", 0
-            abort_at = draws.randint(1, 60) if draws.random() < 0.3 else None
-            settings = sampling(draws.choice((0.0, 1.0)), draws.randint(1, 200), number)
-            stream = await engine.async_generate(
-                input_ids=draws.choice(prompts), sampling_params=settings, stream=True, rid=name
+def same(options: argparse.Namespace, results: Results) -> None:
+    """Judged by teacher forcing: what each arm emitted must be plain decoding's choice, or within tau of it."""
+    arms = [arm for arm in options.arms if arm not in ("plain", "dflash")]
+    texts = {arm: texts_of(arm, options, results) for arm in ("plain", *arms)}
+    plain = texts["plain"]
+    if plain is None:
+        return
+    known = {arm: found for arm, found in texts.items() if found is not None}
+    for arm, found in known.items():
+        for temperature in TEMPERATURES:
+            results.note(
+                "same", arm=arm, temperature=temperature, **compared(plain[temperature], found[temperature])
             )
-            async for answer in stream:
-                taken += 1
-                if abort_at is not None and len(answer["output_ids"]) >= abort_at:
-                    engine.tokenizer_manager.abort_request(rid=name)
-                    abort_at = None
-            return taken
-
-        async def work() -> None:
-            steps, number = 0, 0
-            while steps < options.steps:
-                several = draws.randint(1, 32)
-                steps += max(await asyncio.gather(*(request(number + i) for i in range(several))))
-                number += several
-                out("soak", steps=steps, requests=number, gpu_used=_gpu_used())
-
-        before = _gpu_used()
-        engine.loop.run_until_complete(work())
-        time.sleep(2)
-        state = engine.get_server_info()["internal_states"][0]
-        out("soak_end", gpu_before=before, gpu_after=_gpu_used(), alive=True, state={
-            key: value for key, value in state.items() if isinstance(value, int | float)})  # fmt: skip
+    if not results.missing([f"near_ties/{arm}" for arm in known]):
+        return
+    prompts = all_prompts(options)
+    with engine_of("plain", options, results) as engine:
+        tau = results.cell("tau", lambda: {"value": tau_of(engine, prompts, plain[0.0])})
+        for arm, found in known.items():
+            if tau:
+                gaps = gaps_of(engine, prompts, found[0.0])
+                results.cell(f"near_ties/{arm}", lambda gaps=gaps: judged(gaps, tau["value"]))
 
 
-def _gpu_used() -> int | None:
-    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0])
-    return None
+def captured(options: argparse.Namespace, results: Results) -> None:
+    """Graphs against eager; then graphs under the control's mask, which must give other texts."""
+    arm = next((arm for arm in options.arms if arm.startswith("tree")), "tree32")
+    graphs = texts_of(arm, options, results)
+    eager = texts_of(arm, options, results, disable_cuda_graph=True)
+    if graphs and eager:
+        for temperature in TEMPERATURES:
+            found = compared(graphs[temperature], eager[temperature])
+            results.note("captured", arm=arm, against="eager", temperature=temperature, **found)
+    if graphs and results.missing([f"control/{arm}"]):
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(_command(options, "control", [arm], Path(folder)), check=True)
+            found = Results(Path(folder), [], 0.0).done["control"]
+        results.cell(f"control/{arm}", lambda: compared(graphs[0.0], found["ids"]))
 
 
-def native(options: argparse.Namespace, out: Out) -> None:
-    """The native engine in bfloat16 on the same prompts, modes and temperatures, at each concurrency."""
-    from runtime.config import RuntimeConfig
-    from runtime.engine import Engine
-    from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
-    from runtime.loader import load
-
-    config = RuntimeConfig(
-        model=options.target,
-        drafter=options.drafter,
-        device="cuda",
-        max_concurrency=32,
-        max_seq_len=options.context,
-    )
-    engine = Engine(load(config), config, default_budget=31)
-    for name, prompts in prompt_ids(options).items():
-        for mode, budget in (("off", 0), ("chain", 0), ("tree", 15), ("tree", 31), ("tree", 63)):
-            for temperature in (0.0, 1.0):
-                for at_once in map(int, options.concurrency.split(",")):
-                    ends: list[Any] = []
-
-                    def keep(event: Any, ends: list[Any] = ends) -> None:
-                        if isinstance(event, RequestFinished):
-                            ends.append(event)
-
-                    began = time.perf_counter()
-                    for number, ids in enumerate((prompts * at_once)[: max(len(prompts), 2 * at_once)]):
-                        wanted = SamplingParams(
-                            max_tokens=options.tokens, temperature=temperature, seed=number
-                        )
-                        asked = GenerateRequest(
-                            prompt_token_ids=tuple(ids), sampling=wanted, mode=mode, tree_budget=budget or None,
-                            reuse_prefix=False)  # fmt: skip
-                        engine.submit(asked, keep)
-                        while len(engine.requests()) >= at_once:
-                            engine.step()
-                    while engine.busy:
-                        engine.step()
-                    answers = [
-                        {
-                            "tokens": e.stats.output_tokens,
-                            "rounds": e.stats.rounds,
-                            "decode_s": e.stats.decode_s or 0,
-                        }
-                        for e in ends
-                    ]
-                    out("native", mode=mode, budget=budget, set=name, temperature=temperature, concurrency=at_once,
-                        **figures(answers, time.perf_counter() - began))  # fmt: skip
+def control(options: argparse.Namespace, results: Results) -> None:
+    with engine_of(options.arms[0], options, results) as engine:
+        answers, _ = run(engine, all_prompts(options), 8, 0.0, options.tokens)
+    results.cell("control", lambda: {"ids": [each["ids"] for each in answers]})
 
 
-def kill(options: argparse.Namespace, out: Out) -> None:
-    import signal
+def soak(options: argparse.Namespace, results: Results) -> None:
+    """SGLang checks its slots whenever it is idle and ends with an error where one leaked; memory is read besides."""
+    arm = next((arm for arm in options.arms if arm.startswith("tree")), "tree32")
+    if results.missing([f"soak/{arm}"]):
+        with engine_of(arm, options, results) as engine:
+            results.cell(f"soak/{arm}", lambda: _soaked(engine, options, results))
 
+
+def _soaked(engine: Any, options: argparse.Namespace, results: Results) -> dict[str, Any]:
+    draws, prompts, before = random.Random(0), all_prompts(options), gpu_used()
+
+    async def request(number: int) -> int:
+        name, taken = f"soak{number}", 0
+        abort_at = draws.randint(1, 60) if draws.random() < 0.3 else None
+        settings = sampling(draws.choice(TEMPERATURES), draws.randint(1, 200), number)
+        stream = await engine.async_generate(
+            input_ids=draws.choice(prompts), sampling_params=settings, stream=True, rid=name
+        )
+        async for answer in stream:
+            taken += 1
+            if abort_at is not None and len(answer["output_ids"]) >= abort_at:
+                engine.tokenizer_manager.abort_request(rid=name)
+                abort_at = None
+        return taken
+
+    async def work() -> tuple[int, int]:
+        steps, number = 0, 0
+        while steps < options.steps and results.left > 0:
+            batch = draws.randint(1, 32)
+            steps += max(await asyncio.gather(*(request(number + i) for i in range(batch))))
+            number += batch
+        return steps, number
+
+    steps, requests = engine.loop.run_until_complete(work())
+    time.sleep(2)
+    state = engine.get_server_info()["internal_states"][0]
+    told = {key: value for key, value in state.items() if isinstance(value, int | float)}
+    return {"steps": steps, "of": options.steps, "requests": requests, "gpu_before": before, "gpu_after": gpu_used(),
+            "state": told}  # fmt: skip
+
+
+def native(options: argparse.Namespace, results: Results) -> None:
+    """The native engine in its own dtype for this device on the same prompts, modes and temperatures."""
+    from runtime.rebuild import build
+
+    prompts = prompt_ids(options)
+    built = build(config_of(options, mode="tree", max_tree_budget=63), None, lambda _share, _what: None)
+    results.note("native", seconds=round(built.seconds, 1), notes=list(built.engine.loaded.notes),
+                 dtype=str(built.engine.models.target.dtype))  # fmt: skip
+    for at_once in options.concurrency:
+        for temperature in TEMPERATURES:
+            for kind, rows in prompts.items():
+                for mode, budget in NATIVE:
+
+                    def measure(
+                        at_once: int = at_once,
+                        temperature: float = temperature,
+                        rows: list[list[int]] = rows,
+                        fields: Any = types.MappingProxyType({"mode": mode, "tree_budget": budget or None}),
+                    ) -> dict[str, Any]:
+                        asked = [
+                            request_of(ids, options.tokens, temperature, seed, **fields)
+                            for seed, ids in enumerate(several(rows, at_once))
+                        ]
+                        return driven(built.engine, asked, at_once)
+
+                    results.cell(f"native/{mode}{budget or ''}/{kind}/T{temperature:g}/c{at_once}", measure)
+    built.engine.loaded.close()
+
+
+def kill(options: argparse.Namespace, results: Results) -> None:
+    if results.missing(["kill"]):
+        found = asyncio.run(_killed(options))
+        results.cell("kill", lambda: found)
+
+
+async def _killed(options: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
-    from runtime.config import RuntimeConfig
-    from runtime.interface import GenerateRequest, SamplingParams
     from runtime.local import LocalRuntime
 
-    async def scenario() -> None:
-        runtime = LocalRuntime(RuntimeConfig(
-            engine="sglang", sglang_python=sys.executable, model=options.target, drafter=options.drafter, device="cuda",
-            tree_budget=31, max_seq_len=options.context))  # fmt: skip
-        await runtime.wait_ready()
-        prompt = tuple(prompt_ids(options)["maths"][0])
-        asked = GenerateRequest(
-            prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-        )
-        alone = [event async for event in runtime.generate(asked)][-1]
-        used, killed, events = _gpu_used(), None, []
-        async for event in runtime.generate(asked):
-            events.append(event)
-            if killed is None and len(events) > 10:
-                children = psutil.Process().children(recursive=True)
-                killed = next(each for each in children if "scheduler" in " ".join(each.cmdline()))
-                os.kill(killed.pid, signal.SIGKILL)
-        end, status = events[-1], await runtime.status()
-        out("kill", reason=end.reason, same_text=end.token_ids == alone.token_ids, continued=end.stats.continued,
-            state=status.state.value, errors=list(status.errors), gpu_before=used, gpu_after=_gpu_used())  # fmt: skip
-        await runtime.aclose()
-        time.sleep(2)
-        out("kill_closed", gpu_used=_gpu_used())
-
-    asyncio.run(scenario())
+    runtime = LocalRuntime(config_of(options, engine="sglang", sglang_python=sys.executable, tree_budget=31))
+    await runtime.wait_ready()
+    asked = request_of(prompt_ids(options)["maths"][0], options.tokens, 0.0, 0)
+    alone = [event async for event in runtime.generate(asked)][-1]
+    used, killed, events = gpu_used(), None, []
+    async for event in runtime.generate(asked):
+        events.append(event)
+        if killed is None and len(events) > 3:
+            children = psutil.Process().children(recursive=True)
+            killed = next(each for each in children if "scheduler" in " ".join(each.cmdline()))
+            os.kill(killed.pid, signal.SIGKILL)
+    end, status = events[-1], await runtime.status()
+    found = {"killed": killed is not None, "reason": end.reason, "same_text": end.token_ids == alone.token_ids,
+             "continued": end.stats.continued, "state": status.state.value, "errors": list(status.errors),
+             "gpu_before": used, "gpu_after": gpu_used()}  # fmt: skip
+    await runtime.aclose()
+    time.sleep(2)
+    return found | {"gpu_closed": gpu_used()}
 
 
-PARTS = {each.__name__: each for each in (speed, same, captured, control, soak, native, kill)}
+def _command(options: argparse.Namespace, part: str, arms: list[str], out: Path | None) -> list[str]:
+    """This script over one part, with the options of this call."""
+    given = {"target": options.target, "drafter": options.drafter, "out": out, "prompts": options.prompts,
+             "prompt-tokens": options.prompt_tokens, "tokens": options.tokens, "context": options.context,
+             "steps": options.steps, "site": options.site, "arms": ",".join(arms),
+             "concurrency": ",".join(map(str, options.concurrency))}  # fmt: skip
+    words = [f"--{name}={value}" for name, value in given.items() if value not in (None, "")]
+    words += [f"--set={name}={json.dumps(value)}" for name, value in options.set.items()]
+    words += [f"--runtime={name}={json.dumps(value)}" for name, value in options.runtime.items()]
+    earlier = ["--earlier", *map(str, options.earlier)] if options.earlier else []
+    return [sys.executable, __file__, part, *words, *earlier]
 
 
-def main() -> None:
+def everything(options: argparse.Namespace, results: Results) -> None:
+    """Each engine in a process of its own: one that fails is told of and takes no other with it."""
+    trees = [arm for arm in options.arms if arm.startswith("tree")]
+    jobs = [("check", options.arms), *(("speed", [arm]) for arm in options.arms)]
+    jobs += [("captured", trees[:1]), ("same", trees), ("native", []), ("kill", []), ("soak", trees[:1])]
+    for part, arms in jobs:
+        left = results.left
+        if left <= 5:
+            results.note("no_time", missing=part, arms=arms)
+            continue
+        command = [*_command(options, part, arms, options.out), "--seconds", f"{left:.0f}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            results.note(
+                "failed", part=part, arms=arms, code=done.returncode, told=done.stderr.splitlines()[-30:]
+            )
+            if part == "check":
+                raise SystemExit(1)
+
+
+PARTS = {each.__name__: each for each in (check, speed, same, captured, control, soak, native, kill)}
+PARTS["all"] = everything
+
+
+def _pair_of(words: str) -> tuple[str, Any]:
+    name, _, value = words.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def options_of(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--target", required=True, help="Hugging Face folder (ddtree model convert)")
-    parser.add_argument("--drafter", default=str(ROOT / "runtime/drafters/smollm2-135m-instruct"))
-    parser.add_argument("--out")
-    parser.add_argument("--arms", default="plain,dflash,tree16,tree32,tree64")
-    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument(
+        "--target", type=Path, required=True, help="Hugging Face folder (ddtree model convert)"
+    )
+    parser.add_argument("--drafter", type=Path, default=ROOT / "runtime/drafters/smollm2-135m-instruct")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument(
+        "--earlier", type=Path, nargs="*", default=[], help="results of calls before this one"
+    )
+    parser.add_argument("--seconds", type=float, default=560.0, help="nothing begins after these")
+    parser.add_argument("--site", type=Path, help="folder with SGLang, for the processes that need it")
+    parser.add_argument(
+        "--arms", type=lambda words: [w for w in words.split(",") if w], default=ARMS.split(",")
+    )
+    parser.add_argument(
+        "--concurrency", type=lambda words: [int(w) for w in words.split(",")], default=[1, 8, 32]
+    )
     parser.add_argument("--prompts", type=int, default=12, help="of each set")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="longer prompts keep their end")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5000)
-    options = parser.parse_args()
-    out = Out(options.out, options.part)
-    if options.part in ("captured", "control", "soak", "same") and options.arms == parser.get_default("arms"):
-        options.arms = "tree32" if options.part != "same" else "tree16,tree32,tree64"
-    if options.part != "native":
-        bring_plugin(control=options.part == "control")
-    PARTS[options.part](options, out)
-    out("done", part=options.part)
+    parser.add_argument("--set", type=_pair_of, action="append", default=[], metavar="ARGUMENT=VALUE",
+                        help="another engine argument of SGLang")  # fmt: skip
+    parser.add_argument("--runtime", type=_pair_of, action="append", default=[], metavar="FIELD=VALUE",
+                        help="another configuration field of ddtree")  # fmt: skip
+    options = parser.parse_args(words)
+    options.set, options.runtime = dict(options.set), dict(options.runtime)
+    return options
+
+
+def main() -> None:
+    options = options_of()
+    results = Results(options.out, options.earlier, options.seconds)
+    if options.part == "kill":
+        # This process runs in the native environment; SGLang's are children of it.
+        home = tempfile.mkdtemp(prefix="ddtree-home-")
+        os.environ |= {f"XDG_{kind}_HOME": home for kind in ("CONFIG", "DATA", "STATE", "CACHE")}
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(options.site or ""), os.environ.get("PYTHONPATH")])
+        )
+    elif options.part not in ("native", "all"):
+        bring_sglang(options.site, control=options.part == "control")
+    PARTS[options.part](options, results)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_runtime import FakeRuntime
@@ -19,6 +20,7 @@ from runtime.connect import attach
 from runtime.http_client import AccessRefused, HttpRuntime, RevisionRefused
 from runtime.instance import register, runtime_folder
 from runtime.interface import (
+    ChangePlan,
     ConfigRejected,
     EngineState,
     GenerateRequest,
@@ -85,6 +87,16 @@ async def test_a_server_that_goes_and_comes_back_is_told_and_attached_again(quic
             assert attached.lost_since_s is None
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_plan_may_take_longer_than_other_answers() -> None:
+    class Slow(FakeRuntime):
+        async def preview(self, change: dict[str, Any]) -> ChangePlan:
+            await asyncio.sleep(http_client.READ_S + 0.5)
+            return await super().preview(change)
+
+    async with served(Slow()) as url, client(url) as runtime:
+        assert (await runtime.preview({"temperature": 0.5})).allowed
 
 
 async def test_a_server_that_was_never_there_is_not_called_lost() -> None:

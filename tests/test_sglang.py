@@ -13,22 +13,26 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from http_serving import OPERATOR, served
 from test_rebuild import apply
 from test_runtime_contract import collect, idle, settle
+from test_traces import check_trees
 from tiny_models import tiny_config
 
+from runtime.http_client import HttpRuntime
 from runtime.interface import (
     ConfigRejected,
     EngineState,
     GenerateRequest,
     RequestFinished,
     RequestRejected,
+    Runtime,
     SamplingParams,
     TokensEmitted,
 )
@@ -123,39 +127,76 @@ def ids(ends: list[RequestFinished]) -> list[tuple[int, ...]]:
     return [end.token_ids for end in ends]
 
 
-async def test_every_mode_gives_the_plain_text_and_trees_are_accepted(start: Start) -> None:
-    runtime = await start(mode="off")
-    plain = ids(await texts(runtime, 28))
-    sampled = ids(await texts(runtime, 8, temperature=0.9, seed=5))
-    filtered = ids(await texts(runtime, 5, temperature=0.9, seed=5, top_p=0.8))
-    for mode in ("tree", "chain"):
-        report = await apply(runtime, {"mode": mode})
-        assert report.failure is None
-        ends = await texts(runtime, 28)
-        assert ids(ends) == plain, mode
-        rounds = sum(end.stats.rounds for end in ends)
-        accepted = sum(end.stats.output_tokens - 1 for end in ends) / rounds
-        print(f"{mode}: mean accept length {accepted:.2f} over {rounds} rounds")
-        assert accepted >= 2.0
-        counts = [end.stats.accept_counts for end in ends]
-        assert all(sum(each) == end.stats.rounds for each, end in zip(counts, ends, strict=True))
-        assert sum(each[1] for each in counts if len(each) > 1) > 0, "some rounds must accept nothing"
-        assert ids(await texts(runtime, 8, temperature=0.9, seed=5)) == sampled, mode
-        assert ids(await texts(runtime, 5, temperature=0.9, seed=5, top_p=0.8)) == filtered, mode
+SAMPLED = {"temperature": 0.9, "seed": 5}
+SETTINGS = ({}, SAMPLED, SAMPLED | {"top_p": 0.8, "min_p": 0.05})
+
+
+def judged(judge: Any, answers: Iterable[tuple[tuple[int, ...], RequestFinished, dict[str, Any]]]) -> str:
+    """Each token of each text is the float32 target's choice or a near-tie of it, and few are near-ties."""
+    from sglang_pair import TIE
+
+    gaps = [gap for prompt, end, sampling in answers for gap in judge.gaps(prompt, end.token_ids, **sampling)]
+    ties = sum(gap > 0 for gap in gaps)
+    assert max(gaps) <= TIE and ties <= len(gaps) / 20, (ties, max(gaps))
+    return f"{len(gaps)} tokens, {ties} near-ties, the widest {max(gaps):.3f}"
+
+
+async def test_every_mode_gives_the_targets_own_text_and_trees_are_accepted(start: Start, pair: Any) -> None:
+    from sglang_pair import PROMPTS, Judge
+
+    judge = Judge(pair.target)
+    runtime, plain = await start(mode="off"), None
+    for mode in ("off", "tree", "chain"):
+        if mode != "off":
+            report = await apply(runtime, {"mode": mode})
+            assert report.failure is None
+        for sampling in SETTINGS:
+            ends = await texts(runtime, 12 if sampling else 36, **sampling)
+            told = judged(judge, [(*each, sampling) for each in zip(PROMPTS, ends, strict=True)])
+            print(f"{mode} {sampling}: {told}; {accepted(ends)}")
+            if sampling:
+                continue
+            plain = plain or ids(ends)
+            assert ids(ends) == plain, mode
+            if mode != "off":
+                assert sum(end.stats.output_tokens - 1 for end in ends) >= 2 * sum(
+                    end.stats.rounds for end in ends
+                )
+                counts = [end.stats.accept_counts for end in ends]
+                assert all(sum(each) == end.stats.rounds for each, end in zip(counts, ends, strict=True))
+                assert sum(each[1] for each in counts if len(each) > 1) > 0, "some rounds must accept nothing"
+        # Requests of all kinds together: the text of one does not depend on how its neighbours are sampled.
+        asked = list(zip(PROMPTS, (*SETTINGS, SAMPLED), strict=True))
+        mixed = [collect(runtime, request_of(prompt, 8, **sampling)) for prompt, sampling in asked]
+        ends = [events[-1] for events in await asyncio.gather(*mixed)]
+        told = judged(judge, [(prompt, end, how) for (prompt, how), end in zip(asked, ends, strict=True)])
+        print(f"{mode} mixed: {told}")
     description = await runtime.describe()
     assert description.engine == "sglang" and any("SGLang 0.5" in note for note in description.notes)
+    assert any(
+        "a seed gives the same text in every mode of this engine" in note for note in description.notes
+    )
 
 
-async def test_many_rounds_of_compaction_leave_the_text_as_it_is(start: Start) -> None:
-    from sglang_pair import PROMPTS
+def accepted(ends: list[RequestFinished]) -> str:
+    rounds = sum(end.stats.rounds for end in ends)
+    tokens = sum(end.stats.output_tokens - 1 for end in ends)
+    return f"accept length {tokens / rounds:.2f} over {rounds} rounds" if rounds else "no rounds"
+
+
+async def test_many_rounds_of_compaction_leave_the_text_as_it_is(start: Start, pair: Any) -> None:
+    from sglang_pair import PROMPTS, Judge
 
     runtime = await start(mode="tree")
-    whole = (await collect(runtime, request_of(PROMPTS[0], 120)))[-1]
+    async for event in runtime.generate(request_of(PROMPTS[0], 120)):
+        whole = event
+        trees = await runtime.trace(event.request_id)
     assert whole.reason == "length" and whole.stats.rounds >= 20
-    # Its end, computed anew from a prefill of all that went before, is the same.
-    known = PROMPTS[0] + whole.token_ids[:96]
-    again = (await collect(runtime, request_of(known, 24)))[-1]
-    assert again.token_ids == whole.token_ids[96:]
+    print(judged(Judge(pair.target), [(PROMPTS[0], whole, {})]), accepted([whole]))
+    # The trees that the scheduler's process sampled meanwhile are of this text.
+    print(f"{len(trees)} of {whole.stats.rounds} rounds sampled")
+    assert trees and all(len(tree.nodes) == BUDGET + 1 for tree in trees)
+    check_trees(trees, (*PROMPTS[0], *whole.token_ids))
 
 
 async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: Start) -> None:
@@ -178,41 +219,46 @@ async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: St
     for field, sampling in {
         "logprobs": {"logprobs": 2},
         "presence_penalty": {"presence_penalty": 0.5},
-        "min_p": {"min_p": 0.1},
     }.items():
         with pytest.raises(RequestRejected, match=field):
             await collect(runtime, request_of(PROMPTS[0], 4, **sampling))
     with pytest.raises(RequestRejected, match="mode: off was asked for, tree runs"):
         await collect(runtime, request_of(PROMPTS[0], 4).model_copy(update={"mode": "off"}))
     plan = await runtime.preview({"mode": "off", "temperature": 0.5})
-    assert {each.field: each.effect for each in plan.changes} == {"mode": "rebuild", "temperature": "live"}
+    effects = {each.field: each.effect for each in plan.changes}
+    assert effects == {"mode": "rebuild", "temperature": "live"}, plan.summary
 
 
-async def test_native_to_sglang_and_back_under_a_running_request(start: Start) -> None:
+async def test_native_to_sglang_and_back_from_the_api_under_a_running_request(start: Start) -> None:
     from sglang_pair import PROMPTS
 
     runtime = await start(engine="native", layout="single", mode="tree")
-    alone = (await collect(runtime, request_of(PROMPTS[0], 90)))[-1]
-    for engine in ("sglang", "native"):
-        streaming = asyncio.create_task(collect(runtime, request_of(PROMPTS[0], 90)))
-        await settle(lambda: streams(runtime, 3), 120)
-        layout = "interpreted" if engine == "sglang" else "single"
-        report = await apply(runtime, {"engine": engine, "layout": layout})
-        assert report.failure is None and report.carried == 1, report.summary
-        status = await runtime.status()
-        assert status.state is EngineState.READY and status.config["engine"] == engine
-        end = (await streaming)[-1]
-        assert end.reason == "length" and len(end.token_ids) == 90
-        assert engine in str(end.stats.continued)
-        # Greedy text is the target's own in both engines, near-ties apart.
-        same = next(
-            (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b), 90
-        )
-        print(f"{engine}: the first difference is at {same} of 90")
+    async with served(runtime) as url:
+        api = HttpRuntime(url, OPERATOR)
+        alone = (await collect(api, request_of(PROMPTS[0], 200)))[-1]
+        for engine in ("sglang", "native"):
+            change = {"engine": engine, "layout": "interpreted" if engine == "sglang" else "single"}
+            assert (await api.preview(change)).allowed  # SGLang's parser takes longer than the text here
+            streaming = asyncio.create_task(collect(api, request_of(PROMPTS[0], 200)))
+            await settle(lambda: streams(api, 3), 120)
+            report = await apply(api, change)
+            assert report.failure is None and report.carried == 1, report.summary
+            status = await api.status()
+            assert status.state is EngineState.READY and status.config["engine"] == engine
+            end = (await streaming)[-1]
+            assert end.reason == "length" and len(end.token_ids) == 200
+            assert engine in str(end.stats.continued)
+            # Greedy text is the target's own in both engines, near-ties apart.
+            same = next(
+                (i for i, (a, b) in enumerate(zip(end.token_ids, alone.token_ids, strict=True)) if a != b),
+                200,
+            )
+            print(f"{engine}: the first difference is at {same} of 200")
+        await api.aclose()
     assert not children("sglang")
 
 
-async def streams(runtime: LocalRuntime, tokens: int) -> bool:
+async def streams(runtime: Runtime, tokens: int) -> bool:
     return any(each.output_tokens >= tokens for each in await runtime.requests())
 
 
@@ -280,7 +326,7 @@ async def check_refusals(runtime: LocalRuntime) -> None:
         with pytest.raises(ConfigRejected, match=words):
             await runtime.apply({"engine": "sglang", "layout": change}, plan.revision)
     for change, words in (
-        ({"engine": "sglang", "tree_budget": 3}, "below the draft horizon 5"),
+        ({"engine": "sglang", "tree_budget": 3}, "slots a request for a draft block of 6"),
         ({"engine": "sglang", "mode": "auto"}, "auto chooses round by round"),
         ({"engine": "sglang", "sglang_python": "/nowhere/python"}, "no program"),
     ):

@@ -15,11 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+from http_serving import OPERATOR, served
 from test_rebuild import apply
 from test_runtime_contract import collect, idle, settle
+from test_traces import check_trees
 from tiny_models import tiny_config
 
 from runtime.engine_commands import engine_app
+from runtime.http_client import HttpRuntime
 from runtime.http_sglang import figure_lines, read_figures
 from runtime.interface import (
     EngineState,
@@ -107,7 +110,6 @@ async def test_what_sglang_cannot_do_for_one_request_is_refused_by_name(start: S
     runtime = await start(mode="tree")
     for field, sampling in {
         "logprobs": {"logprobs": 1},
-        "min_p": {"min_p": 0.2},
         "frequency_penalty": {"frequency_penalty": 0.1},
         "min_tokens": {"min_tokens": 3},
     }.items():
@@ -123,15 +125,37 @@ async def test_what_sglang_cannot_do_for_one_request_is_refused_by_name(start: S
     }
 
 
-async def test_native_to_sglang_to_native_loses_no_request(start: Start) -> None:
+async def test_trees_come_from_the_scheduler_while_somebody_looks_and_fit_the_text(start: Start) -> None:
+    runtime = await start(mode="tree", tree_budget=8)
+    unseen = await collect(runtime, ask(20))
+    assert await runtime.trace(unseen[-1].request_id) == ()
+    streaming = asyncio.create_task(collect(runtime, ask(800).model_copy(update={"request_id": "seen"})))
+
+    async def sampled() -> bool:
+        return len(await runtime.trace("seen")) >= 3
+
+    await settle(sampled, 60)
+    text = (1, 2, 3, *(await streaming)[-1].token_ids)
+    trees = await runtime.trace("seen")
+    check_trees(trees, text)
+    for tree in trees:
+        assert (tree.mode, tree.tree_budget) == ("tree", 8)
+        assert [node.parent for node in tree.nodes] == [0, 0, 1, 0] and not tree.nodes[3].accepted
+    assert await runtime.trace("seen", trees[-2].round_index) == trees[-1:]
+
+
+async def test_native_to_sglang_to_native_from_the_api_loses_no_request(start: Start) -> None:
     runtime = await start(engine="native", mode="tree", max_tokens=800)
-    streaming = asyncio.create_task(collect(runtime, ask(800)))
-    for engine in ("sglang", "native"):
-        await settle(lambda: streams(runtime))
-        report = await apply(runtime, {"engine": engine})
-        assert report.failure is None and report.carried == 1
-        assert (await runtime.status()).config["engine"] == engine
-    end = (await streaming)[-1]
+    async with served(runtime) as url:
+        api = HttpRuntime(url, OPERATOR)
+        streaming = asyncio.create_task(collect(api, ask(800)))
+        for engine in ("sglang", "native"):
+            await settle(lambda: streams(api))
+            report = await apply(api, {"engine": engine})
+            assert report.failure is None and report.carried == 1
+            assert (await api.status()).config["engine"] == engine
+        end = (await streaming)[-1]
+        await api.aclose()
     assert end.reason == "length" and len(end.token_ids) == 800
     assert "engine native" in end.stats.continued and "noise of this engine" in end.stats.continued
     assert not children()
@@ -170,6 +194,22 @@ async def test_a_killed_scheduler_ends_no_stream_and_sglang_is_started_again(sta
     assert not {each.pid for each in before} & {each.pid for each in children()}
 
 
+async def test_sglang_that_ends_soon_after_a_change_to_it_gives_way_to_the_engine_before(
+    start: Start,
+) -> None:
+    runtime = await start(engine="native", mode="tree", max_tokens=800)
+    assert (await apply(runtime, {"engine": "sglang"})).failure is None
+    streaming = asyncio.create_task(collect(runtime, ask(800)))
+    await settle(lambda: streams(runtime))
+    scheduler = next(each for each in children() if "# scheduler" in " ".join(each.cmdline()))
+    os.kill(scheduler.pid, signal.SIGKILL)
+    end = (await streaming)[-1]
+    assert end.reason == "length" and len(end.token_ids) == 800
+    status = await runtime.status()
+    assert status.config["engine"] == "native" and any("SGLang ended" in each for each in status.errors)
+    assert not children()
+
+
 async def test_what_does_not_fit_is_refused_before_teardown_and_a_failure_changes_nothing(
     start: Start, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +222,7 @@ async def test_what_does_not_fit_is_refused_before_teardown_and_a_failure_change
         ({"layout": "tp9x"}, "degrees such as tp8+ep8 or the name of a layout"),
         ({"layout": "pp2"}, "no speculation with a pipeline"),
         ({"layout": "wrong"}, "SGLang refuses the arguments"),
-        ({"tree_budget": 3}, "below the draft horizon 7"),
+        ({"tree_budget": 3}, "slots a request for a draft block of 8"),
         ({"mode": "auto"}, "auto chooses round by round"),
         ({"sglang_python": "/nowhere/python"}, "/nowhere/python is no program"),
         ({"sglang_python": ""}, "ddtree engine install sglang"),

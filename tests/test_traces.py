@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +42,15 @@ def tokens(trace: TreeTrace) -> list[int]:
             path.append(number)
     drafted = [trace.nodes[number].token_id for number in path[1:]]
     return drafted + ([] if trace.bonus_token_id is None else [trace.bonus_token_id])
+
+
+def check_trees(trees: Iterable[TreeTrace], text: tuple[int, ...]) -> None:
+    """What each round took of its tree is what `text`, prompt included, has there; children follow their parents."""
+    for tree in trees:
+        told = (tree.nodes[0].token_id, *tokens(tree))
+        assert told == text[tree.position :][: len(told)]
+        assert all(node.parent < i for i, node in enumerate(tree.nodes) if i)
+        assert all(node.depth == tree.nodes[node.parent].depth + 1 for node in tree.nodes[1:])
 
 
 def test_the_trees_of_an_ended_request_tell_every_token_of_its_text(engine: Engine) -> None:
@@ -104,3 +115,24 @@ def test_what_is_kept_is_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch
     for name in "abc":
         kept.keep(name, traces.RequestTraces())
     assert [kept.get(name) is not None for name in "abc"] == [False, True, True]
+
+
+def test_rounds_that_come_apart_from_their_tokens_are_kept_once_the_text_bears_them_out(
+    engine: Engine,
+) -> None:
+    client, _ = decoded(engine)
+    text = [*REQUEST.prompt, *client.finished.token_ids]
+    rounds = engine.traced(REQUEST.name)
+    rounds = rounds[: max(i for i, each in enumerate(rounds) if len(each.outcome.tokens) > 1) + 1]
+    late, kept = traces.LateRounds(), traces.RequestTraces()
+    for each in rounds:
+        late.add("mine", each)
+    late.settle("mine", text[: rounds[2].position + 1], kept)
+    assert kept.since(0) == rounds[:2]
+    # One that the text does not bear out is of another life of the request.
+    late.add("mine", replace(rounds[3], position=rounds[3].position + 1))
+    stopped = text[: rounds[-1].position + 2]
+    late.settle("mine", stopped, kept, ended=True)
+    found = kept.since(0)
+    assert found[:-1] == rounds[:-1] and (found[-1].emitted, found[-1].finish) == (1, "stop")
+    assert not late._waiting

@@ -10,6 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+
+from runtime.sglang_trees import PLACE, TreeSampler
 
 __version__ = "0.5.18"
 STEP_S = 0.004
@@ -30,6 +33,7 @@ class Engine:
         self._width = arguments.get("speculative_num_draft_tokens", 1)
         self._slots = arguments.get("max_total_tokens")
         self._aborted = set()
+        self._trees = TreeSampler(os.environ[PLACE])
         self.tokenizer_manager = self
         scheduler = "import time\nwhile True: time.sleep(60)  # scheduler"
         self._scheduler = subprocess.Popen([sys.executable, "-c", scheduler])
@@ -49,6 +53,30 @@ class Engine:
     def abort_request(self, rid):
         self._aborted.add(rid)
 
+    def _sample(self, ids, rid):
+        """Hands the round after `ids` to what samples them: a chain of two, accepted, and a sibling of its first."""
+        if not self._trees.looked_at():
+            return
+        import torch
+
+        text = list(ids)
+        for _ in range(3):
+            text.append(token_after(text))
+        emitted = text[len(ids) :]
+        nodes = [ids[-1], *emitted[:2], (emitted[0] + 1) % 256]
+        tree = SimpleNamespace(
+            token_ids=torch.tensor([nodes]),
+            parents=torch.tensor([[0, 0, 1, 0]]),
+            depths=torch.tensor([[0, 1, 2, 1]]),
+            log_probs=torch.tensor([[0.0, -0.5, -1.0, -2.0]]),
+        )
+        accepted = SimpleNamespace(
+            lengths=torch.tensor([3], dtype=torch.int32),
+            path=torch.tensor([[0, 1, 2]]),
+            token_ids=torch.tensor([emitted]),
+        )
+        self._trees.step([SimpleNamespace(rid=rid)], torch.tensor([len(ids) - 1]), tree, accepted)
+
     async def async_generate(self, input_ids, sampling_params, stream, rid):
         assert stream
         return self._tokens(list(input_ids), sampling_params, rid)
@@ -62,6 +90,8 @@ class Engine:
             await asyncio.sleep(STEP_S)
             count = 1 if len(ids) == prompt or self._width == 1 else 3
             rounds += len(ids) > prompt
+            if count > 1:
+                self._sample(ids, rid)
             for _ in range(count):
                 ids.append(token_after(ids))
                 made = len(ids) - prompt
