@@ -178,6 +178,19 @@ def test_snapshots_are_handed_on_by_remote_and_by_file(ddtree: Run, tmp_path: Pa
     assert "no words" in refusal(ddtree("note", "mine", "", *ours), 2)
 
 
+def test_bisect_names_the_change_that_made_it_slow(ddtree: Run, server: ApiServer) -> None:
+    at = ("--url", server.url)
+    for label, changes in (("fast", ["mode=off"]), ("slow", ["mode=tree", "tree_budget=64"])):
+        assert main(["ctl", "apply", *changes, *at]) == 0
+        answer(ddtree("save", "--label", label, *at, "--json"))
+    before = server.status().config
+    found = answer(ddtree("bisect", "fast", "slow", *at, "--json"))
+    assert (found["good"]["label"], found["bad"]["label"]) == ("fast", "slow")
+    assert "mode" in {each["name"] for each in found["settings"]}
+    assert found["results"][0]["tok_s"] > found["results"][1]["tok_s"] and not found["skipped"]
+    assert server.status().config == before
+
+
 def test_verify_starts_the_configuration_itself(ddtree: Run, tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny_models.tiny_config(
         tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, tree_budget=8
