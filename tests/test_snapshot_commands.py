@@ -173,6 +173,8 @@ def test_snapshots_are_handed_on_by_remote_and_by_file(ddtree: Run, tmp_path: Pa
         "file": file,
     }
     assert "--force" in refusal(ddtree("export", "mine", file, *ours), 3)
+    nowhere = str(tmp_path / "none" / "one.ddtree")
+    assert "cannot be written: No such file" in refusal(ddtree("export", "mine", nowhere, *ours), 1)
     assert ddtree("export", "mine", file, "--force", *ours)[1].endswith(f" written to {file}\n")
     assert answer(ddtree("import", file, *third, "--json"))["snapshot"]["label"] == "mine"
     assert "no words" in refusal(ddtree("note", "mine", "", *ours), 2)
