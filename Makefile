@@ -50,7 +50,7 @@ run: .venv/installed
 
 test: .venv/installed-dev
 	@$(venv_python) -m console model fetch
-	@$(venv_python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(venv_python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # SGLang has an environment of its own here too; on a CPU its kernels run under Triton's interpreter.
 SGLANG_TEST_VENV ?= .venv-sglang

@@ -7,71 +7,52 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widgets import Input
 
 from console import messages
 from console.answer_orders import AnswerOrders
-from console.archive_served import archive_of
 from console.bench_orders import BenchOrders
-from console.bench_screen import BenchScreen
 from console.bridge import Bridge, RuntimeOpener, Step
-from console.controls_screen import ControlsScreen
-from console.dialogs import Asked, HelpScreen, ValueDialog
 from console.figures import RoundWindow
 from console.formats import clean_line
 from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
-from console.keys import help_groups, next_budget, next_mode
+from console.keys import help_groups, is_typing, next_budget, next_mode
 from console.latency import RequestWindow
-from console.layout_chooser import LayoutChooser
-from console.layouts_screen import LayoutsScreen
 from console.leaving import Ending, Leave
-from console.live_screen import LiveScreen
 from console.log_book import LogBook
-from console.log_screen import LogScreen
 from console.preferences import PreferenceFile
-from console.prompt_input import PromptInput
-from console.prompt_screen import PromptScreen
-from console.proposals import propose, undo
 from console.request_orders import RequestOrders
-from console.snapshots_dialogs import SaveDialog
-from console.snapshots_screen import SnapshotsScreen
+from console.screens import TABS, Screens
 from console.terminal import Terminal, driver_class
-from console.tree_feed import TreesArrived
-from console.tree_screen import TreeScreen
 from console.type_ahead import TypeAhead
 from console.verdict import alarm
 from console.words import others_text
 from runtime.interface import LogLine, Runtime, Status
 
-SCREENS: tuple[tuple[str, type[ConsoleScreen]], ...] = (
-    ("1", LiveScreen),
-    ("2", TreeScreen),
-    ("3", PromptScreen),
-    ("4", ControlsScreen),
-    ("5", SnapshotsScreen),
-    ("6", LayoutsScreen),
-    ("7", BenchScreen),
-    ("8", LogScreen),
-)
-"""Number key and screen."""
-TABS = tuple((key, screen.NAME) for key, screen in SCREENS)
+if TYPE_CHECKING:
+    from console.layouts_screen import LayoutsScreen
+    from console.prompt_screen import PromptScreen
+    from console.snapshots_dialogs import SaveDialog
+    from console.snapshots_screen import SnapshotsScreen
+    from console.tree_feed import TreesArrived, Wanted
+    from console.tree_screen import TreeScreen
+
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
-TICK_S = 0.5
-IDLE_TICKS = 2
-"""While nothing is decoded and nothing is said, only every so many ticks draw."""
+TICK_S = 1.0
+"""Between two looks at the figures; what an operator does shows at once."""
 NOTICE_S = 8.0
-CAPTURED_AT_ONCE = 200
+CAPTURED_AT_ONCE = 400
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
 THEME = "Next colours: dark, light, high contrast, none. Remembered for the next start."
@@ -135,35 +116,35 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._hosts = HostWindow()
         self._finished = RequestWindow()
         self._alarmed = False
-        self._ticks = 0
         self.book = LogBook()
         self._host_at_s: float | None = None
         self._notice_until_s = 0.0
         self._state = ""
-        self._screens = {screen.NAME: screen(TABS) for _, screen in SCREENS}
+        self._screens = Screens(self._furnish)
         self.begin_taste(preferences, no_color())
-        self.bench.load = self.remembered_load()
-        self.snapshots.archive = archive_of(place, lambda: self.bridge.runtime)
-        for name, screen in self._screens.items():
-            self.add_mode(name, lambda screen=screen: screen)  # type: ignore[misc]
+        for name in self._screens:
+            self.add_mode(name, functools.partial(self._screens.__getitem__, name))
+
+    def _furnish(self, screen: ConsoleScreen) -> None:
+        """Gives a screen what is remembered for it, or its source."""
+        if screen.NAME == "Bench":
+            self.furnish_bench(screen)
+        elif screen.NAME == "Snapshots":
+            from console.archive_served import archive_of
+
+            screen.archive = archive_of(self.view.place, lambda: self.bridge.runtime)
 
     @property
     def prompt(self) -> PromptScreen:
-        screen = self._screens[PromptScreen.NAME]
-        assert isinstance(screen, PromptScreen)
-        return screen
+        return self._screens["Prompt"]
 
     @property
     def snapshots(self) -> SnapshotsScreen:
-        screen = self._screens[SnapshotsScreen.NAME]
-        assert isinstance(screen, SnapshotsScreen)
-        return screen
+        return self._screens["Snapshots"]
 
     @property
     def trees(self) -> TreeScreen:
-        screen = self._screens[TreeScreen.NAME]
-        assert isinstance(screen, TreeScreen)
-        return screen
+        return self._screens["Tree"]
 
     async def on_mount(self) -> None:
         if self._terminal is not None:
@@ -176,10 +157,14 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self.call_after_refresh(self._start)
 
     def _start(self) -> None:
+        gc.enable()
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
-        self.run_worker(
-            self.bridge.trees(self.trees.wanted), name="trees", group="trees", exit_on_error=False
-        )
+        self.run_worker(self.bridge.trees(self._wanted), name="trees", group="trees", exit_on_error=False)
+        self.run_worker(self._screens.prepare(), name="screens", group="screens")
+
+    def _wanted(self) -> Wanted | None:
+        tree = self._screens.made("Tree")
+        return tree.wanted() if tree is not None else None
 
     # The view
 
@@ -190,8 +175,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         for screen in stack:
             if isinstance(screen, ConsoleScreen):
                 screen.draw(self.view)
-        if stack and not isinstance(stack[0], PromptScreen):
-            self.prompt.draw(self.view)
+        prompt = self._screens.made("Prompt")
+        if prompt is not None and prompt not in stack:
+            prompt.draw(self.view)
 
     def _tick(self) -> None:
         now = time.time()
@@ -202,18 +188,11 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
             now_s = time.time()
             captured = self._terminal.take_lines(CAPTURED_AT_ONCE)
             self.book.record(*(LogLine(time_s=now_s, level="info", text=text) for text in captured))
-        over = bool(self.view.notice) and time.monotonic() > self._notice_until_s
-        if over:
+        if self.view.notice and time.monotonic() > self._notice_until_s:
             self.view = dataclasses.replace(self.view, notice="")
         age = None if self._host_at_s is None else time.monotonic() - self._host_at_s
         figures = self._window.figures(now)
         self._warn(alarm(figures, self.view.config))
-        self._ticks += 1
-        news = (
-            over or not (figures.idle and self.view.figures.idle) or self.book.total != self.view.lines_total
-        )
-        if not news and self._ticks % IDLE_TICKS:
-            return
         self._show(figures=figures, host_age_s=age, busy=self._hosts.busy(now), **self._logged())
 
     def _warn(self, trouble: str | None) -> None:
@@ -318,6 +297,8 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._notice(event.text, event.bad)
 
     def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
+        from console.proposals import propose
+
         self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
 
     def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
@@ -328,9 +309,7 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Changing keys are dimmed in a read-only console; `i` is a letter where text is typed."""
         if action == "input":
-            return isinstance(self.screen, ConsoleScreen) and not isinstance(
-                self.focused, PromptInput | Input
-            )
+            return isinstance(self.screen, ConsoleScreen) and not is_typing(self)
         return None if self.view.read_only and action in CHANGING_ACTIONS else True
 
     def on_key(self, event: events.Key) -> None:
@@ -344,13 +323,15 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._show()
 
     async def action_input(self) -> None:
-        await self.action_screen_named(PromptScreen.NAME)
+        await self.action_screen_named("Prompt")
         self.prompt.focus_input()
 
     def _change(self, step: Step) -> None:
         self.run_worker(self.bridge.change(step), name="change", group="change", exit_on_error=False)
 
     def action_temperature(self) -> None:
+        from console.dialogs import Asked, ValueDialog
+
         running = self.view.status.running if self.view.status is not None else 0
         note = "Acts on requests admitted afterwards that set none; 0 is greedy."
         if running:
@@ -370,6 +351,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._change(next_mode)
 
     def action_layout(self) -> None:
+        from console.layout_chooser import LayoutChooser
+        from console.proposals import propose
+
         def chosen(name: str | None) -> None:
             if name is not None:
                 asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
@@ -378,12 +362,18 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
 
     def action_save_snapshot(self) -> None:
+        from console.snapshots_dialogs import SaveDialog
+
         self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
+        from console.proposals import undo
+
         self.run_worker(undo(self, self.bridge), name="undo", group="change", exit_on_error=False)
 
     def action_help(self) -> None:
+        from console.dialogs import HelpScreen
+
         self.push_screen(HelpScreen(help_groups(self)))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

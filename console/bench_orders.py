@@ -7,36 +7,33 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from console.bench_load import Load, LoadDialog, WrongLoad
-from console.bench_results import Bench, Kept, NotABench, bench_folder, keep, kept, read
-from console.bench_screen import BenchScreen
-from console.choose_dialog import ChooseDialog, TextDialog
-from console.dialogs import ConfirmDialog
 from console.formats import clean_line
 from console.taste import Taste
 
-FIELDS = dataclasses.fields(Load)
+if TYPE_CHECKING:
+    from console.bench_load import Load
+    from console.bench_results import Bench, Kept
+    from console.bench_screen import BenchScreen
 
 
 class BenchOrders(Taste):
     """Handlers of the Bench screen's orders."""
 
-    def remembered_load(self) -> Load:
-        """The load of the last start."""
-        usual = Load()
-        kept = {
-            each.name: self.preference(f"bench.{each.name}", getattr(usual, each.name)) for each in FIELDS
-        }
-        return Load(**kept)  # type: ignore[arg-type]
+    def furnish_bench(self, screen: BenchScreen) -> None:
+        """Gives the screen the load of the last start."""
+        usual = dataclasses.asdict(screen.load)
+        kept = {name: self.preference(f"bench.{name}", value) for name, value in usual.items()}
+        screen.load = dataclasses.replace(screen.load, **kept)
 
     @property
     def bench(self) -> BenchScreen:
-        screen = self._screens[BenchScreen.NAME]
-        assert isinstance(screen, BenchScreen)
-        return screen
+        return self._screens["Bench"]
 
     def on_bench_screen_ordered(self, event: BenchScreen.Ordered) -> None:
+        from console.bench_load import LoadDialog
+
         what, _, text = event.what.partition(" ")
         if what == "tell":
             self._notice(text, bad=True)
@@ -54,6 +51,8 @@ class BenchOrders(Taste):
             self._keep(event.bench, as_csv=what == "export")
 
     def _start_bench(self) -> None:
+        from console.bench_load import WrongLoad
+
         try:
             parameters = self.bench.load.parameters()
         except WrongLoad as wrong:
@@ -67,6 +66,8 @@ class BenchOrders(Taste):
             self.remember(**{f"bench.{name}": value for name, value in dataclasses.asdict(load).items()})
 
     def _ask_to_cancel(self) -> None:
+        from console.dialogs import ConfirmDialog
+
         job = next((each for each in self.view.jobs if not each.over), None)
         if job is None:
             self._notice("nothing to cancel: no job runs")
@@ -77,6 +78,9 @@ class BenchOrders(Taste):
         self.push_screen(dialog, lambda yes: self.cancel_job(job.id) if yes else None)
 
     def _keep(self, bench: Bench, as_csv: bool) -> None:
+        from console.bench_results import bench_folder, keep
+        from console.choose_dialog import TextDialog
+
         folder = bench_folder()
         text, suffix = (bench.csv_text(), ".csv") if as_csv else (bench.json_text(), ".json")
         label = time.strftime("bench-%Y%m%d-%H%M%S") if bench.label.startswith("bench-") else bench.label
@@ -97,6 +101,9 @@ class BenchOrders(Taste):
         self.push_screen(TextDialog(f"Keep as {what}", label, f"in {folder}; nothing is overwritten"), named)
 
     def _choose_kept(self, title: str, use: Callable[[Bench], None]) -> None:
+        from console.bench_results import bench_folder, kept
+        from console.choose_dialog import ChooseDialog
+
         async def ask() -> None:
             folder = bench_folder()
             found = await asyncio.to_thread(kept, folder)
@@ -111,6 +118,8 @@ class BenchOrders(Taste):
     def _read(self, found: tuple[Kept, ...], number: int | None, use: Callable[[Bench], None]) -> None:
         if number is None:
             return
+
+        from console.bench_results import NotABench, read
 
         async def reading(path: Path) -> None:
             try:

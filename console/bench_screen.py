@@ -20,7 +20,7 @@ from console.bench_results import Bench, NotABench, against, case_key, case_name
 from console.charts import SweepChart
 from console.filtering import FilterLine, wanted
 from console.formats import NA, clean_line, clock, duration, number, percent, rate
-from console.frame import ConsoleScreen, Panel, View, styled
+from console.frame import ConsoleScreen, Panel, View, entitle, styled
 from console.lists import List, Row
 from runtime.interface import Job
 
@@ -94,7 +94,8 @@ class BenchScreen(ConsoleScreen):
             return
         self.query_one("#load", Panel).put(Text(clean_lines(self.load.words())))
         job = self.query_one("#job", Panel)
-        job.border_title, text = job_text(view.jobs, time.time(), max(job.content_size.width, 20))
+        title, text = job_text(view.jobs, time.time(), max(job.content_size.width, 20))
+        entitle(job, title)
         job.put(text)
         self._draw_results()
 

@@ -146,7 +146,7 @@ NOTES: Mapping[str, str] = {
     "max_queue": "Requests that may wait beside those that run; more are turned away at once.",
     "queue_timeout": "Seconds a request may wait for its turn before it is turned away.",
     "max_seq_len": "Context limit in tokens, prompt and output; auto: the model's own, at most 4096.",
-    "kv_slots": "Token slots of the KV cache; auto: max_concurrency full contexts and one for prefixes.",
+    "kv_slots": "Token slots of the KV cache; auto: full contexts for half of max_concurrency, two at least.",
     "prefill_chunk": "Prompt tokens computed between two decode rounds.",
     "prefix_reuse": "Keep the prefixes of finished requests for those that begin alike.",
     "draft_noise": "At temperature > 0, add the position-keyed noise to the drafter's scores too.",

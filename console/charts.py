@@ -10,7 +10,10 @@ from textual.app import RenderResult
 from textual_plotext import PlotextPlot
 
 from console.formats import bar
+from console.frame import entitle
 
+CELL_S = 2
+"""Seconds in a cell of a chart over time, which is what braille dots resolve; it is drawn anew as often."""
 MIN_WIDTH, MIN_HEIGHT = 12, 3
 """Cells under which no axes fit; the chart is then blank, its title remains."""
 
@@ -29,6 +32,9 @@ class TimeChart(PlotextPlot):
         self.border_title = title
         self._values: tuple[float | None, ...] = ()
         self._level: float | None = None
+        self._drawn: tuple[object, ...] = ()
+        self._picture: RenderResult = ""
+        """What was made of `_drawn`: plotting takes many times longer than showing."""
 
     def show(
         self,
@@ -39,15 +45,22 @@ class TimeChart(PlotextPlot):
     ) -> None:
         """Draws `values`, and `level` as a flat line for comparison; `key` says in the title what that is."""
         kept = tuple(values)
-        self._title = self._title if title is None else title
-        # The last second is still going on: it is drawn when the next one begins.
-        if kept[:-1] == self._values[:-1] and len(kept) == len(self._values) > 1 and level == self._level:
+        title, before = self._title if title is None else title, self._title
+        if self._is_like(kept) and (level, title) == (self._level, before):
             return
+        self._title = title
         holes_only = not any(value is not None for value in (*kept, *self._values))
         self._values, self._level = kept, level
-        self.border_title = f"{self._title}, {self._seconds} s{key}"
+        entitle(self, f"{self._title}, {self._seconds} s{key}")
         if not holes_only:
             self.refresh()
+
+    def _is_like(self, values: tuple[float | None, ...]) -> bool:
+        """Whether `values` are those shown, moved by less than a cell; the last second is still going on."""
+        shown = self._values
+        return len(values) == len(shown) > CELL_S and any(
+            values[: -1 - moved] == shown[moved:-1] for moved in range(CELL_S)
+        )
 
     def render(self) -> RenderResult:
         width, height = self.size
@@ -55,13 +68,15 @@ class TimeChart(PlotextPlot):
             return Text("")
         if not any(value is not None for value in self._values):
             return Text("nothing in the last minutes", style="dim", no_wrap=True)
-        self._draw(self._seconds)
-        return super().render()
+        drawn = (self._values, self._level, self.size, self.app.theme)
+        if drawn != self._drawn:
+            self._draw(self._seconds)
+            self._drawn, self._picture = drawn, super().render()
+        return self._picture
 
     @property
     def _seconds(self) -> int:
-        """Seconds shown: two a cell, which is what braille dots resolve."""
-        return max(60, self.size.width * 2)
+        return max(60, self.size.width * CELL_S)
 
     def _draw(self, seconds: int) -> None:
         plot = self.plt
@@ -116,7 +131,7 @@ class SweepChart(PlotextPlot):
             self._cases = cases
             self.refresh()
         over = " by tree budget; lines: plain, chain" if self._has_curve else ""
-        self.border_title = f"{self._title}{over}"
+        entitle(self, f"{self._title}{over}")
 
     @property
     def _trees(self) -> list[tuple[int, float]]:

@@ -164,8 +164,10 @@ def console(
             f"the console needs a terminal, but {missing}; without one use: ddtree serve, ddtree generate PROMPT"
         )
         return REFUSED
+    import gc
     from functools import partial
 
+    gc.disable()  # what a start imports stays; the app enables it again after its first paint
     from console.preferences import PreferenceFile, preference_path
     from console.session import run_console
     from runtime.connect import author, opened

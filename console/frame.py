@@ -105,6 +105,12 @@ class View:
         return ""
 
 
+def entitle(widget: Widget, title: str) -> None:
+    """Gives `widget` a border title; even the same one would have it drawn again."""
+    if widget.border_title != title:
+        widget.border_title = title
+
+
 class Panel(Static):
     """A titled block of text that is drawn again only when its text differs."""
 
@@ -125,6 +131,8 @@ class Panel(Static):
         width = self.styles.width
         if not self.content_size or width is None or width.is_auto:
             return False
+        if self.styles.text_wrap == "nowrap" and text.plain and not text.plain.endswith("\n"):
+            return text.plain.count("\n") + 1 == self.content_size.height
         content = Content.from_rich_text(text, console=self.app.console)
         return content.get_height(self.styles, self.content_size.width) == self.content_size.height
 
@@ -281,6 +289,10 @@ class ConsoleScreen(Screen[None]):
 
     def show(self, view: View) -> None:
         """Draws the screen's own part of `view`."""
+
+    def _on_screen_resume(self, event: events.ScreenResume) -> None:
+        """Spares the restyling of every widget: classes and themes that change meanwhile restyle by themselves."""
+        event.refresh_styles = not self.composed
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return None if self._read_only and action in self.CHANGING else True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.app import App
 from textual.binding import Binding
 
-from console.dialogs import HelpGroup, help_rows
 from console.frame import ConsoleScreen
-from console.prompt_input import PromptInput
+
+if TYPE_CHECKING:
+    from console.dialogs import HelpGroup
 
 BUDGET_STEPS = (4, 8, 11, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MODES = ("off", "chain", "tree", "auto")
@@ -36,6 +37,11 @@ def next_mode(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"mode": MODES[(MODES.index(mode) + 1) % len(MODES)] if mode in MODES else MODES[0]}
 
 
+def is_typing(app: App[Any]) -> bool:
+    """Whether what has the focus takes letters as text."""
+    return app.focused is not None and app.focused.check_consume_key("i", "i")
+
+
 def help_groups(app: App[Any]) -> tuple[HelpGroup, ...]:
     """The keys of the present screen, everywhere, of the focused part, and in the prompt input."""
     screen = app.screen
@@ -51,6 +57,9 @@ def help_groups(app: App[Any]) -> tuple[HelpGroup, ...]:
         else:
             title = "In what has the focus"
         titles.setdefault(title, []).append((binding, app.get_key_display(binding)))
+    from console.dialogs import help_rows
+    from console.prompt_input import PromptInput
+
     groups = [(title, help_rows(found)) for title, found in titles.items() if found]
     if not isinstance(app.focused, PromptInput):
         typing = [

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from console.charts import TimeChart
 from console.filtering import FilterLine
 from console.formats import clean_line, clock, rate
-from console.frame import ConsoleScreen, Panel, View
+from console.frame import ConsoleScreen, Panel, View, entitle
 from console.gpu_panel import host_text, host_title
 from console.request_list import RequestTable
 from console.speed_panel import (
@@ -115,22 +115,22 @@ class LiveScreen(ConsoleScreen):
         figures = view.figures
         self.query_one("#speed", Panel).put(speed_text(view))
         host = self.query_one("#host", Panel)
-        host.border_title = host_title(view, self._shows_everything(view))
+        entitle(host, host_title(view, self._shows_everything(view)))
         host.put(host_text(view, host.content_size.width, self._shows_everything(view)))
         self._show_charts(view)
         broad = self.has_class("-broad")
         events = view.events[-(EVENT_LINES_BROAD if broad else EVENT_LINES) :]
         self.query_one("#events", Panel).put(events_text(events))
         histogram = self.query_one("#histogram", Panel)
-        histogram.border_title = histogram_title(view)
+        entitle(histogram, histogram_title(view))
         histogram.put(histogram_text(figures.accept_counts, histogram.content_size.width))
         positions = self.query_one("#positions", Panel)
         positions.put(positions_text(figures.by_position, positions.content_size.width))
         split = self.query_one("#split", Panel)
-        split.border_title = split_title(view)
+        entitle(split, split_title(view))
         split.put(split_text(view, split.content_size.width))
         latency = self.query_one("#latency", Panel)
-        latency.border_title = latency_title(view.latency)
+        entitle(latency, latency_title(view.latency))
         latency.put(latency_text(view.latency))
         self._table.put(view.requests)
 

@@ -18,7 +18,7 @@ from textual.widget import Widget
 
 from console.filtering import FilterLine, wanted
 from console.formats import clean_line, clock
-from console.frame import ConsoleScreen, View
+from console.frame import ConsoleScreen, View, entitle
 from console.log_book import KEEP_LINES
 from runtime.interface import LogLine
 
@@ -96,7 +96,7 @@ class LogView(ScrollView, can_focus=True):
         state = "following" if self.follows else "held, f follows"
         levels = f"{LEVELS[self._least]} and worse" if self._least else "all levels"
         title = f"log: {len(self._shown)} of {len(self._kept)} lines; {levels}; {state}"
-        self.border_title = title + (f"; with {clean_line(self._text, 40)!r}" if self._text else "")
+        entitle(self, title + (f"; with {clean_line(self._text, 40)!r}" if self._text else ""))
         self.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:

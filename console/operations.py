@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from console import messages
-from console.change_draft import Draft, disruptive, plan_lines
-from console.controls_screen import ControlsScreen
-from console.dialogs import ConfirmDialog
 from console.doctor_screen import DoctorScreen
-from console.field_dialog import FieldDialog
 from console.formats import clean_line
 from runtime.interface import Job
 
@@ -20,8 +16,11 @@ if TYPE_CHECKING:
     from textual.app import App
 
     from console.bridge import Bridge
-    from console.frame import ConsoleScreen, View
+    from console.change_draft import Draft
+    from console.controls_screen import ControlsScreen
+    from console.frame import View
     from console.log_book import LogBook
+    from console.screens import Screens
 
     Base = App[Any]
 else:
@@ -38,7 +37,7 @@ class Operations(Base):
     bridge: Bridge
     book: LogBook
     view: View
-    _screens: dict[str, ConsoleScreen]
+    _screens: Screens
 
     def _show(self, **changes: Any) -> None:
         raise TypeError("the app draws")
@@ -48,9 +47,7 @@ class Operations(Base):
 
     @property
     def controls(self) -> ControlsScreen:
-        screen = self._screens[ControlsScreen.NAME]
-        assert isinstance(screen, ControlsScreen)
-        return screen
+        return self._screens["Controls"]
 
     # Collected changes
 
@@ -58,6 +55,8 @@ class Operations(Base):
         self._notice(event.text, bad=event.text.startswith("refused"))
 
     def on_controls_screen_edit_asked(self, event: ControlsScreen.EditAsked) -> None:
+        from console.field_dialog import FieldDialog
+
         def chosen(draft: Draft | None) -> None:
             if draft is not None:
                 self.controls.edited(draft)
@@ -72,6 +71,9 @@ class Operations(Base):
         self.controls.planned(event.change, event.plan, event.refusal)
 
     def on_controls_screen_apply_asked(self, event: ControlsScreen.ApplyAsked) -> None:
+        from console.change_draft import disruptive, plan_lines
+        from console.dialogs import ConfirmDialog
+
         breaks = disruptive(event.plan)
         effect = Text("\n").join(
             Text.assemble((clean_line(line), style)) for line, style in plan_lines(event.plan)

@@ -23,7 +23,7 @@ from console.frame import ConsoleScreen, Panel, View, styled
 from console.prompt_input import PromptInput
 from console.transcript import LEGENDS, Transcript, TurnView, spans
 from console.transcript_file import default_path, save
-from runtime.interface import Mode
+from runtime.interface import Mode, TokenPiece
 
 SERVING = ("ready", "degraded")
 
@@ -58,6 +58,8 @@ class PromptScreen(ConsoleScreen):
         self._comparing: CompareScreen | None = None
         self._views: dict[int, TurnView] = {}
         self._waiting: Turn | None = None
+        self._undrawn: list[TokenPiece] = []
+        """Of the open turn, which is the last one."""
         self._state = "starting"
         self._state_words = "starting"
 
@@ -240,8 +242,9 @@ class PromptScreen(ConsoleScreen):
         if turn.number not in self._views:
             self._compared(turn, event)
             return
-        self._view(turn).append(spans(event.pieces))
-        self._draw(turn)
+        self._undrawn.extend(event.pieces)
+        if self in self.app.screen_stack:
+            self._draw(turn)
 
     def finished(self, event: messages.AnswerFinished) -> None:
         turn = self._turn(event.turn)
@@ -252,9 +255,9 @@ class PromptScreen(ConsoleScreen):
         if turn.number not in self._views:
             self._compared(turn, tail=turn.tail)
             return
-        if turn.tail:
-            self._view(turn).append([(clean_text(turn.tail), True)])
         self._draw(turn)
+        if turn.tail:
+            self._views[turn.number].append([(clean_text(turn.tail), True)])
 
     def fail(self, number: int, reason: str) -> None:
         """Ends a turn that broke; without a token it leaves the transcript, its prompt goes to the input."""
@@ -290,13 +293,18 @@ class PromptScreen(ConsoleScreen):
         if self._comparing is not None and self._comparing.is_attached:
             self._comparing.took(turn, event, tail)
 
-    def _view(self, turn: Turn) -> TurnView:
-        return self._views[turn.number]
-
     def _draw(self, turn: Turn, waiting: str = "") -> None:
         view = self._views.get(turn.number)
         if view is not None:
+            if self._undrawn:
+                view.append(spans(tuple(self._undrawn)))
+                self._undrawn.clear()
             view.show(waiting)
+
+    def on_screen_resume(self) -> None:
+        """Draws what came while another screen was seen."""
+        if self._undrawn and self.conversation.turns:
+            self._draw(self.conversation.turns[-1])
 
     def _note(self, text: str, bad: bool = False) -> None:
         note = self.query_one("#prompt_note", Panel)

@@ -14,6 +14,7 @@ from textual.widgets import DataTable
 
 from console.filtering import wanted
 from console.formats import clean_line, duration, number, rate, temperature
+from console.frame import entitle
 from runtime.interface import RequestStats
 
 COLUMNS = (
@@ -131,8 +132,8 @@ class RequestTable(DataTable[Text]):
         rows = tuple(row for row in self._rows if holds(" ".join(row.cells)))
         running = sum(row.active for row in self._rows)
         title = f"requests: {running} running or waiting, {len(self._rows) - running} finished"
-        self.border_title = title + (
-            f"; {len(rows)} with {clean_line(self._filter, 40)!r}" if self._filter else ""
+        entitle(
+            self, title + (f"; {len(rows)} with {clean_line(self._filter, 40)!r}" if self._filter else "")
         )
         if [row.key for row in rows] == [row.key for row in self._shown]:
             for before, row in zip(self._shown, rows, strict=True):

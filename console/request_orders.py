@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from console.dialogs import ConfirmDialog
+from typing import TYPE_CHECKING
+
 from console.formats import clean_line
-from console.request_list import RequestTable
-from console.tree_screen import TreeScreen
+
+if TYPE_CHECKING:
+    from console.request_list import RequestTable
 
 
 class RequestOrders:
@@ -22,6 +24,8 @@ class RequestOrders:
         if self.view.read_only:
             self._notice("refused, the console is read-only: cancel a request", bad=True)
             return
+        from console.dialogs import ConfirmDialog
+
         name = f"request {clean_line(event.request_id, 40)}"
         effect = f"{name} ends with the text it has; its client is told that it was cancelled."
         dialog = ConfirmDialog("Cancel the request?", effect, yes="Cancel it", no="Leave it")
@@ -36,5 +40,5 @@ class RequestOrders:
 
     async def action_open_tree(self, request_id: str) -> None:
         """Shows the draft trees of a request."""
-        await self.action_screen_named(TreeScreen.NAME)
+        await self.action_screen_named("Tree")
         self.trees.follow(request_id)

@@ -274,15 +274,14 @@ def driver_class(terminal: Terminal) -> type[Driver]:
     """Textual's Linux driver, drawing on the terminal's own descriptor and asking that one for its size."""
     from textual.drivers.linux_driver import LinuxDriver
     from textual.events import Key
-    from textual.widgets import Input, TextArea
+
+    from console.keys import is_typing
 
     class TerminalDriver(LinuxDriver):
         def __init__(self, app: App[Any], **options: Any) -> None:
             super().__init__(app, **options)
             self._file = terminal.screen  # type: ignore[assignment]
-            self._keys = KeyFilter(
-                super().process_message, lambda: isinstance(app.focused, (Input, TextArea))
-            )
+            self._keys = KeyFilter(super().process_message, lambda: is_typing(app))
 
         def process_message(self, message: Message) -> None:
             if isinstance(message, Key):

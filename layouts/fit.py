@@ -166,12 +166,12 @@ def _stage_terms(
 
 
 def _slots(engine: Engine, degrees: Degrees, load: Load) -> tuple[int, str]:
-    """Token slots of one replica. The native engine keeps one context more for prefixes; SGLang reserves two widths."""
+    """Token slots of one replica that hold the asked load; SGLang reserves two widths of a round for each sequence."""
     sequences = -(-load.concurrency // degrees.dp)
     if engine == "native":
         each = load.context + max(load.nodes, load.block_size)
-        return (sequences + 1) * each, f"({sequences} + 1) x {each} slots"
-    each = load.context + (2 * load.nodes if load.mode != "off" else 0)
+    else:
+        each = load.context + (2 * load.nodes if load.mode != "off" else 0)
     return sequences * each, f"{sequences} x {each} slots"
 
 

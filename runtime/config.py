@@ -105,7 +105,8 @@ class RuntimeConfig(BaseModel):
     max_seq_len: int | None = Field(default=None, ge=8)
     """Context limit in tokens, prompt and output; None = the smaller of the model's own limit and 4096."""
     kv_slots: int | None = Field(default=None, ge=64)
-    """Token slots of the KV cache; None = max_concurrency full contexts plus one for kept prefixes."""
+    """Token slots of the KV cache; None = full contexts for half of max_concurrency, two at least: most requests are
+    far shorter, and one that finds no slots waits."""
     prefill_chunk: int = Field(default=256, ge=16)
     """Prompt tokens computed between two decode rounds."""
     prefix_reuse: bool = True
@@ -118,6 +119,7 @@ class RuntimeConfig(BaseModel):
     )
     """auto: the first CUDA GPU if there is one, else the CPU."""
     attention_backend: Literal["auto", "sdpa"] = "auto"
+    """auto: on a GPU whole rounds as CUDA graphs of our kernels, where the model allows; sdpa: torch's attention."""
     linear: Literal["auto", "prepacked", "plain"] = "auto"
     """CPU linear layers; auto: prepacked where a probe shows they work."""
     threads: int | None = Field(default=None, ge=1)

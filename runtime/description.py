@@ -51,7 +51,8 @@ def describe(config: RuntimeConfig, loaded: Loaded | None) -> Description:
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             "threads": loaded.threads,
-            "linear": loaded.linear,
+            "linear": loaded.linear
+            + (f"; {loaded.rounds}" if loaded.models.target.device.type == "cuda" else ""),
             "layout": loaded.layout,
             "speculation": "ready" if reason is None else f"inactive: {reason}",
         }

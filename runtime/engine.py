@@ -6,6 +6,7 @@ the thread that calls it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,13 +32,14 @@ from runtime.interface import (
 from runtime.loader import Loaded
 from runtime.output import TextStream
 from runtime.prefill import hand_over, prefill
-from runtime.round import Models, RoundResult, decode_round
+from runtime.round import Models, Played, RoundResult, decode_round
 from runtime.samples import MEASURING
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
 
 Sink = Callable[[GenerateEvent], None]
+logger = logging.getLogger("ddtree")
 
 
 @dataclass(eq=False)
@@ -71,6 +73,8 @@ class Engine:
         self.auto = AutoPlay(loaded)
         self.starts = True
         """False: what waits is not started."""
+        self.stepwise: str | None = None
+        """Why the last round was launched step by step though there are graphs; None if it was not."""
         self._requests: dict[str, Running] = {}
         self._ended = EndedTraces()
         self._serial = 0
@@ -177,22 +181,41 @@ class Engine:
         following = sum(self.auto.follows(sequence.mode, self.config) for sequence in sequences)
         self.auto.choose(following)
         speculation = [self.speculation(sequence.mode, sequence.tree_budget) for sequence in sequences]
-        models = replace(self.models, draft_noise=self.config.draft_noise)
-        positions = [sequence.committed_len for sequence in sequences]
-        result = decode_round(models, sequences, speculation)
+        played = self._play(sequences, speculation)
+        if not played.sequences:
+            return None
+        result = played.result
         self.rounds += 1
-        if following == len(batch):
+        if following == len(batch) == len(played.sequences):
             self.auto.learn(result)
+        owners = {id(_sequence(running.ticket)): running for running in batch}
         emitted: list[int] = []
-        for running, outcome, how, position in zip(
-            batch, result.sequences, speculation, positions, strict=True
+        for sequence, outcome, how in zip(
+            played.sequences, result.sequences, played.speculation, strict=True
         ):
+            running, position = owners[id(sequence)], sequence.committed_len - len(outcome.path)
             count = self._deliver(running, outcome.tokens, outcome.finish)
             emitted.append(count)
             running.drafted[how] += 1
             ended = running.ticket.request_id not in self._requests
             running.traces.add(TracedRound(self.rounds, position, outcome, how, count, ended))
-        return self._round_stats(result, emitted, speculation, auto=2 * following > len(batch))
+        return self._round_stats(result, emitted, played.speculation, auto=2 * following > len(batch))
+
+    def _play(self, sequences: list[Sequence], speculation: list[Speculation]) -> Played:
+        """One round: replayed on the device where the batch allows it, else launched from here step by step."""
+        graphs, noise = self.loaded.graphs, self.config.draft_noise
+        if graphs is not None:
+            refusal = graphs.refusal(sequences, speculation)
+            if refusal != self.stepwise and refusal is not None:
+                logger.info("rounds are launched step by step, which is slower: %s", refusal)
+            self.stepwise = refusal
+            if refusal is None:
+                return graphs.play(sequences, speculation, noise)
+            in_flight = graphs.drain(sequences)
+            if in_flight is not None:
+                return in_flight
+        result = decode_round(replace(self.models, draft_noise=noise), sequences, speculation)
+        return Played(tuple(sequences), tuple(speculation), result)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -282,7 +305,8 @@ class Engine:
             if sequence.prefilled:
                 continue
             before, began = sequence.committed_len, time.perf_counter()
-            first = prefill(self.models, sequence, room)
+            graphs = self.loaded.graphs
+            first = graphs.prefill(sequence, room) if graphs else prefill(self.models, sequence, room)
             room -= sequence.committed_len - before
             self.prefilled_tokens += sequence.committed_len - before
             self.prefill_s += time.perf_counter() - began
@@ -377,7 +401,7 @@ class Engine:
         )
 
     def _round_stats(
-        self, result: RoundResult, emitted: list[int], speculation: list[Speculation], auto: bool
+        self, result: RoundResult, emitted: list[int], speculation: Iterable[Speculation], auto: bool
     ) -> RoundStats:
         drafted = Counter((how.mode, how.tree_budget) for how in speculation)
         mode, tree_budget = drafted.most_common(1)[0][0]

@@ -75,7 +75,7 @@ class FusedStack:
     ) -> None:
         self.shape = shape
         self.interleave = torch.arange(shape.head_dim).view(2, -1).t().flatten().to(shape.frequencies.device)
-        self._layers = [self._layer(state, f"{prefix}{i}.", i, factory) for i in range(len(shape.windows))]
+        self.layers = [self._layer(state, f"{prefix}{i}.", i, factory) for i in range(len(shape.windows))]
 
     def rotation(self, positions: Tensor) -> Tensor:
         """Complex rotation factors `[rows, 1, head_dim / 2]` at `positions [rows]` (RoFormer, eq. 34)."""
@@ -88,7 +88,7 @@ class FusedStack:
         """All layers over `hidden [rows, hidden_size]`; also the outputs of the layers in `taps`."""
         rotation = self.rotation(positions)
         tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             hidden = hidden + self._attention(
                 layer, index, self.rms(hidden, layer.input_norm), rotation, step
             )
@@ -178,18 +178,18 @@ class FusedDecoder:
             frequencies=rotary[0],
             rope_scale=rotary[1],
         )
-        self._taps = taps
-        self._stack = FusedStack(state, "model.layers.", shape, factory)
-        self._norm = state["model.norm.weight"]
+        self.taps = taps
+        self.stack = FusedStack(state, "model.layers.", shape, factory)
+        self.norm = state["model.norm.weight"]
         self.embedding = state["model.embed_tokens.weight"]
         self.head = factory(state.get("lm_head.weight", self.embedding))
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """Hidden states after the final norm `[rows, hidden]` and tapped features `[rows, taps * hidden]`."""
         embedded = F.embedding(token_ids, self.embedding)
-        hidden, tapped = self._stack.run(embedded, positions, step, self._taps)
-        features = torch.cat([tapped[tap] for tap in self._taps], dim=-1) if self._taps else None
-        return self._stack.rms(hidden, self._norm), features
+        hidden, tapped = self.stack.run(embedded, positions, step, self.taps)
+        features = torch.cat([tapped[tap] for tap in self.taps], dim=-1) if self.taps else None
+        return self.stack.rms(hidden, self.norm), features
 
 
 class FusedDrafter:
@@ -213,36 +213,36 @@ class FusedDrafter:
         kept = {
             f"{name}.{part}": state[f"{name}.{part}"] for name in names for part in _context_parts(config)
         }
-        self._stack = FusedStack(state, "layers.", shape, factory)
-        self._fc = factory(state["fc.weight"])
-        self._hidden_norm, self._norm = state["hidden_norm.weight"], state["norm.weight"]
-        inner = self._stack.interleaved
+        self.stack = FusedStack(state, "layers.", shape, factory)
+        self.fc = factory(state["fc.weight"])
+        self.hidden_norm, self.norm = state["hidden_norm.weight"], state["norm.weight"]
+        inner = self.stack.interleaved
         weights = [(inner(kept[f"{n}.k_proj.weight"]), kept[f"{n}.v_proj.weight"]) for n in names]
         bias = None
         if config.attention_bias:
             pairs = [(inner(kept[f"{n}.k_proj.bias"]), kept[f"{n}.v_proj.bias"]) for n in names]
             bias = torch.cat([part for pair in pairs for part in pair])
-        self._context = factory(torch.cat([part for pair in weights for part in pair]), bias)
-        self._k_norms = torch.stack([kept[f"{n}.k_norm.weight"][self._stack.interleave] for n in names])
+        self.context_linear = factory(torch.cat([part for pair in weights for part in pair]), bias)
+        self.k_norms = torch.stack([kept[f"{n}.k_norm.weight"][self.stack.interleave] for n in names])
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values `[kv_heads, rows, head_dim]` per layer for committed tokens.
 
         `features [rows, taps * hidden]` are the target's tapped hidden states, `positions [rows]` where they stand.
         """
-        shape = self._stack.shape
+        shape = self.stack.shape
         rows, layers = features.shape[0], len(shape.windows)
-        context = self._stack.rms(self._fc(features), self._hidden_norm)
-        both = self._context(context).view(rows, layers, 2, shape.kv_heads, shape.head_dim)
-        normed = F.rms_norm(both[:, :, 0], (shape.head_dim,), None, shape.eps) * self._k_norms.unsqueeze(1)
-        keys = self._stack.rotate(normed.flatten(1, 2), self._stack.rotation(positions))
+        context = self.stack.rms(self.fc(features), self.hidden_norm)
+        both = self.context_linear(context).view(rows, layers, 2, shape.kv_heads, shape.head_dim)
+        normed = F.rms_norm(both[:, :, 0], (shape.head_dim,), None, shape.eps) * self.k_norms.unsqueeze(1)
+        keys = self.stack.rotate(normed.flatten(1, 2), self.stack.rotation(positions))
         keys = keys.view(rows, layers, shape.kv_heads, shape.head_dim)
         return [(keys[:, i].transpose(0, 1), both[:, i, 1].transpose(0, 1)) for i in range(layers)]
 
     def forward(self, embeddings: Tensor, positions: Tensor, step: Step) -> Tensor:
         """Final hidden states `[rows, hidden]` of block rows `embeddings [rows, hidden]`."""
-        hidden, _ = self._stack.run(embeddings, positions, step)
-        return self._stack.rms(hidden, self._norm)
+        hidden, _ = self.stack.run(embeddings, positions, step)
+        return self.stack.rms(hidden, self.norm)
 
 
 def _context_parts(config: DrafterConfig) -> list[str]:

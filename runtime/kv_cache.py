@@ -46,8 +46,9 @@ class Pool:
     def __init__(self, geometry: Geometry, slots: int, device: torch.device) -> None:
         self.device = device
         shape = (geometry.layers, geometry.kv_heads, slots, geometry.head_dim)
-        self.keys = torch.empty(shape, dtype=geometry.dtype, device=device)
-        self.values = torch.empty(shape, dtype=geometry.dtype, device=device)
+        # Zeros are written, so that memory is taken here at once and not page by page while requests run.
+        self.keys = torch.empty(shape, dtype=geometry.dtype, device=device).zero_()
+        self.values = torch.empty(shape, dtype=geometry.dtype, device=device).zero_()
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores `[kv_heads, rows, head_dim]` at slots `start ..`."""
@@ -69,12 +70,19 @@ class KVCache:
     """The slot allocator and the two pools it is for. `drafter` is None where nothing is drafted."""
 
     def __init__(
-        self, target: Geometry | Pool, drafter: Geometry | None, slots: int, device: torch.device
+        self,
+        target: Geometry | Pool,
+        drafter: Geometry | None,
+        slots: int,
+        device: torch.device,
+        scratch: int = 0,
     ) -> None:
-        """`target`: a pool where other processes hold the target's slots."""
+        """`target`: a pool where other processes hold the target's slots. `scratch` more belong to nobody: rows that do
+        not count are written there (`gpu_round.py`).
+        """
         self.slots = slots
-        self.target = target if isinstance(target, Pool) else Pool(target, slots, device)
-        self.drafter = Pool(drafter, slots, device) if drafter else None
+        self.target = target if isinstance(target, Pool) else Pool(target, slots + scratch, device)
+        self.drafter = Pool(drafter, slots + scratch, device) if drafter else None
         self._free: list[Extent] = [Extent(0, slots)]
 
     @property

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +25,17 @@ from runtime.round import Models
 from runtime.target import TargetModel
 from runtime.tokenizer import ChatTokenizer
 
+if TYPE_CHECKING:
+    from runtime.gpu_graphs import GraphRounds
+
 DEFAULT_CONTEXT = 4096
 HEAD_PADDING = 1024
 """Embedding and head are padded to a multiple of at most so many rows, with or without the config saying so."""
+
+GRAPH_SCRATCH = 64
+"""Slots beyond the allocator's on a GPU, for rows that do not count: as many as a captured tree has rows."""
+MOST_GRAPHED = 32
+"""Sequences in a captured round."""
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is being done."""
@@ -49,6 +58,10 @@ class Loaded:
     """SHA-256 of a GGUF target; None for a folder, whose shards may be too large to read at each start."""
     layout: str = "1 process"
     """What is really split over which processes, in words."""
+    graphs: GraphRounds | None = None
+    """Rounds as CUDA graphs; None = every round is launched step by step."""
+    rounds: str = "rounds launched from the host"
+    """How rounds are launched and why, in words."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this pair."""
 
@@ -170,11 +183,16 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         _drafter_geometry(drafter_config, dtype) if drafter_config else None,
         limits.kv_slots,
         device,
+        scratch=GRAPH_SCRATCH if device.type == "cuda" else 0,
     )
     digest = checkpoint.digest() if checkpoint.gguf is not None else None
     block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
+    models = Models(target, drafter, cache, block_size, config.draft_noise)
+    graphs, rounds = _graphs(config, models, limits, progress)
     return Loaded(
-        models=Models(target, drafter, cache, block_size, config.draft_noise),
+        models=models,
+        graphs=graphs,
+        rounds=rounds,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
         limits=limits,
@@ -186,6 +204,29 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         notes=_notes(folder, digest),
         layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
+
+
+def _graphs(
+    config: RuntimeConfig, models: Models, limits: Limits, progress: Progress
+) -> tuple[GraphRounds | None, str]:
+    """Rounds as CUDA graphs where the device, the model and the settings allow, and a line saying so or why not."""
+    stepwise = "rounds launched from the host"
+    if models.target.device.type != "cuda":
+        return None, stepwise
+    if config.attention_backend == "sdpa":
+        return None, f"{stepwise} (attention_backend = sdpa)"
+    try:
+        from runtime.gpu_graphs import GraphRounds
+        from runtime.gpu_pass import unsupported
+    except ImportError:
+        return None, f"{stepwise} (triton is not installed)"
+    why = unsupported(models)
+    if why is not None:
+        return None, f"{stepwise} ({why})"
+    positions = limits.max_seq_len + limits.slot_reserve + GRAPH_SCRATCH
+    graphs = GraphRounds(models, min(config.max_concurrency, MOST_GRAPHED), positions)
+    graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
+    return graphs, "rounds replayed as CUDA graphs"
 
 
 def _check_dimensions(checkpoint: Checkpoint) -> None:
@@ -324,11 +365,16 @@ def _limits(
     return Limits(
         max_seq_len=context,
         max_tree_budget=config.max_tree_budget,
-        kv_slots=config.kv_slots or (config.max_concurrency + 1) * (context + reserve),
+        kv_slots=config.kv_slots or full_contexts(config.max_concurrency) * (context + reserve),
         slot_reserve=reserve,
         vocab_size=min(tokenizer.vocab_size, int(checkpoint.config["vocab_size"])),
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
     )
+
+
+def full_contexts(max_concurrency: int) -> int:
+    """How many contexts of full length the KV slots hold by default; requests beyond that wait for slots."""
+    return max(2, (max_concurrency + 1) // 2)
 
 
 def _drafter_geometry(config: DrafterConfig, dtype: torch.dtype) -> Geometry:

@@ -98,15 +98,15 @@ class TargetModel:
             raise _no_such(checkpoint, architecture, error) from None
         _check_names(model, state, checkpoint, self.config)
         self._add_heads(state, linear, draft_linear)
-        self._decoder: Decoder
+        self.decoder: Decoder
         if fuse and fusable(architecture, self.config):
             frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
-            self._decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
+            self.decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
         else:
             model.load_state_dict(state, strict=False, assign=True)
             model.tie_weights()
             model.model.rotary_emb = rotary
-            self._decoder = TransformersDecoder(model.eval().requires_grad_(False), linear, taps)
+            self.decoder = TransformersDecoder(model.eval().requires_grad_(False), linear, taps)
 
     def _add_heads(
         self, state: dict[str, Tensor], linear: LinearFactory, draft_linear: LinearFactory | None
@@ -124,7 +124,7 @@ class TargetModel:
 
     @property
     def fused(self) -> bool:
-        return isinstance(self._decoder, FusedDecoder)
+        return isinstance(self.decoder, FusedDecoder)
 
     @property
     def geometry(self) -> Geometry:
@@ -150,11 +150,11 @@ class TargetModel:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token embeddings `[..., hidden_size]`."""
-        return F.embedding(token_ids, self._decoder.embedding)
+        return F.embedding(token_ids, self.decoder.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocab_size]` in float32, ids beyond the tokenizer left out."""
-        return self._decoder.head(hidden)[..., : self.vocab_size].float()
+        return self.decoder.head(hidden)[..., : self.vocab_size].float()
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """Argmax of `logits`, token ids `[rows]`, of `hidden [rows, hidden_size]`."""
@@ -166,12 +166,12 @@ class TargetModel:
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits as `logits`, of a drafter's hidden states; may be rounded more coarsely."""
-        head = self._draft_head or self._decoder.head
+        head = self._draft_head or self.decoder.head
         return head(hidden)[..., : self.vocab_size].float()
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> TargetOutput:
         """One pass over the rows `token_ids [rows]` at absolute `positions [rows]`."""
-        return TargetOutput(*self._decoder.forward(token_ids, positions, step))
+        return TargetOutput(*self.decoder.forward(token_ids, positions, step))
 
 
 class TransformersDecoder:

@@ -7,7 +7,7 @@ rule; more than the dtype allows is a failure whatever the gaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -146,14 +146,14 @@ def compare(
     budgets: tuple[int, ...],
     progress: Callable[[str], None] = lambda _line: None,
 ) -> VerifyReport:
-    """Compares on a loaded, idle engine."""
+    """Compares on a loaded, idle engine: each plain text is decoded alone, the others as many at once as it runs."""
     tally = Tally(plan, budgets)
     for number, prompt in enumerate(prompts):
         progress(f"prompt {number + 1} of {len(prompts)}")
         for temperature in plan.temperatures:
-            plain = _decode(engine, plan, prompt, "off", 0, temperature)
-            for mode, budget in tally.variants:
-                spec = _decode(engine, plan, prompt, mode, budget, temperature)
+            (plain,) = _decode(engine, plan, prompt, [("off", 0)], temperature)
+            texts = _decode(engine, plan, prompt, tally.variants, temperature)
+            for (mode, budget), spec in zip(tally.variants, texts, strict=True):
                 if not tally.same(plain, spec):
                     tally.judge(engine, prompt, Place(number, mode, budget, temperature), spec)
     return tally.report(engine, len(prompts))
@@ -292,21 +292,31 @@ def near_tie_gap(engine: Engine, temperature: float, token_ids: tuple[int, ...])
 
 
 def _decode(
-    engine: Engine, plan: VerifyPlan, prompt: dict[str, Any], mode: Mode, budget: int, temperature: float
-) -> RequestFinished:
-    finished: list[RequestFinished] = []
+    engine: Engine,
+    plan: VerifyPlan,
+    prompt: dict[str, Any],
+    variants: Sequence[tuple[Mode, int]],
+    temperature: float,
+) -> list[RequestFinished]:
+    """The text of `prompt` under each mode and budget, as many at once as the engine runs."""
+    finished: dict[str, RequestFinished] = {}
 
     def sink(event: object) -> None:
         if isinstance(event, RequestFinished):
-            finished.append(event)
+            finished[event.request_id] = event
 
     sampling = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed)
-    engine.submit(
-        GenerateRequest(**prompt, sampling=sampling, mode=mode, tree_budget=budget, reuse_prefix=False), sink
-    )
-    while engine.busy:
-        engine.step()
-    return finished[0]
+    asked: list[str] = []
+    while len(finished) < len(variants):
+        if len(asked) < len(variants) and len(asked) - len(finished) < engine.config.max_concurrency:
+            mode, budget = variants[len(asked)]
+            request = GenerateRequest(
+                **prompt, sampling=sampling, mode=mode, tree_budget=budget, reuse_prefix=False
+            )
+            asked.append(engine.submit(request, sink))
+        else:
+            engine.step()
+    return [finished[request_id] for request_id in asked]
 
 
 def _prompt_ids(engine: Engine, prompt: dict[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Writes pictures of the real console: the default model answers a prompt, the screens are saved as SVG.
+"""Writes pictures of the real console: the default model answers a prompt, the screens are saved as SVG. Some minutes.
 
 python scripts/screenshot.py [--folder docs] [--columns 100] [--rows 32]
 """
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from textual.pilot import Pilot
 
 from console.app import ConsoleApp
+from console.bench_load import Load
 from console.lists import List
 from console.prompt_input import PromptInput
 from runtime.config import resolve
@@ -29,7 +30,8 @@ QUESTION = "Write a Python function that checks whether a word is a palindrome, 
 LOAD_S = 300.0
 ANSWER_S = 120.0
 BENCH_S = 600.0
-TREE_BUDGET = 15
+TREE_BUDGET, MAX_TOKENS = 15, 200
+BENCH = Load(tree_budgets=f"4,8,{TREE_BUDGET}", prompts_per_kind="1", max_tokens="32", repetitions="2")
 SETTLE_S = 3.0
 """Seconds in which a screen reads its files."""
 
@@ -84,13 +86,14 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
         await reached(pilot, app, lambda: len(app.prompt.conversation.turns[-1].pieces) > 60, ANSWER_S)
         save("console-prompt.svg")
         await pilot.press("2", "space")
-        await reached(pilot, app, lambda: app.tree.shown is not None, ANSWER_S)
+        await reached(pilot, app, lambda: app.trees.shown is not None, ANSWER_S)
         save("console-tree.svg")
         await pilot.press("1")
         await pilot.pause(1.0)
         save("console.svg")
         await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
         await snapshot(pilot, app, f"tree {TREE_BUDGET}: best on this host")
+        app.bench.use(BENCH)
         await pilot.press("7", "r")
         await reached(pilot, app, lambda: app.bench.query_one(List).row_count > 0, BENCH_S)
         for key, name in (
@@ -123,7 +126,7 @@ async def main(folder: Path, size: tuple[int, int]) -> None:
 
 
 async def pictures(folder: Path, size: tuple[int, int]) -> None:
-    resolved = resolve({})
+    resolved = resolve({"max_tokens": MAX_TOKENS})
     runtime = await open_runtime(resolved.config, origins=resolved.origins)
     try:
         for path in await take(runtime, folder, size):

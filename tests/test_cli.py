@@ -247,7 +247,19 @@ def test_the_debug_variable_shows_where_an_error_came_from() -> None:
     assert done.stderr.splitlines()[-1].startswith("ddtree: top_k = -1")
 
 
-PLAIN = ["--mode", "off", "--temperature", "0"]
+PLAIN = ["--mode", "off", "--temperature", "0", "--threads", "1"]
+"""Two threads would wait for each other where other tests run beside them."""
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for a tiny model that goes on for as long as it may."""
+    from tiny_models import write_target
+
+    folder = tmp_path_factory.mktemp("endless") / "target"
+    target = write_target(folder, eos_token_id=None, max_position_embeddings=32768)
+    (target / "generation_config.json").write_text("{}")
+    return ["--model", str(target), "--drafter", "none", "--max-seq-len", "32768"]
 
 
 def interruptible(*arguments: str) -> subprocess.Popen[str]:
@@ -281,9 +293,8 @@ def test_generate_streams_the_text_that_its_json_holds() -> None:
     assert streamed.stderr == ""
 
 
-@pytest.mark.usefixtures("default_checkpoint")
-def test_ctrl_c_keeps_the_text_so_far() -> None:
-    with interruptible("generate", "Tell me a long story.", *PLAIN, "--max-tokens", "2000") as process:
+def test_ctrl_c_keeps_the_text_so_far(endless: list[str]) -> None:
+    with interruptible("generate", "A story.", *PLAIN, *endless, "--max-tokens", "32000") as process:
         assert process.stdout
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -303,9 +314,8 @@ def test_ctrl_c_while_the_model_loads_ends_quietly() -> None:
     assert (process.returncode, text, errors) == (130, "", "")
 
 
-@pytest.mark.usefixtures("default_checkpoint")
-def test_a_reader_that_has_seen_enough_ends_the_answer_quietly() -> None:
-    with interruptible("generate", "Tell me a long story.", *PLAIN, "--max-tokens", "2000") as process:
+def test_a_reader_that_has_seen_enough_ends_the_answer_quietly(endless: list[str]) -> None:
+    with interruptible("generate", "A story.", *PLAIN, *endless, "--max-tokens", "32000") as process:
         assert process.stdout and process.stderr
         assert process.stdout.read(1)
         process.stdout.close()
@@ -313,10 +323,9 @@ def test_a_reader_that_has_seen_enough_ends_the_answer_quietly() -> None:
         process.wait(timeout=60)
 
 
-@pytest.mark.usefixtures("default_checkpoint")
-def test_bench_shows_a_table_and_ends_in_one_json_line() -> None:
-    quick = ["--repetitions", "1", "--max-tokens", "2", "--prompts-per-kind", "1"]
-    done = ddtree("bench", "--mode", "off", *quick)
+def test_bench_shows_a_table_and_ends_in_one_json_line(endless: list[str]) -> None:
+    quick = ["--repetitions", "1", "--max-tokens", "2", "--prompts-per-kind", "1", "--threads", "1"]
+    done = ddtree("bench", "--mode", "off", *endless, *quick)
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()
     assert "tok/s" in table[0]

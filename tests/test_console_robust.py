@@ -290,8 +290,12 @@ def test_of_replaceable_messages_the_newest_wins_and_token_text_is_never_replace
 
 def test_the_console_loads_no_engine_library():
     code = (
-        "import sys, console.app; "
+        "import importlib, sys, console.app; from console.screens import SCREENS; "
+        "print([name for name in sys.modules if name.startswith('console.') and name.endswith('_screen')]); "
+        "[importlib.import_module(f'console.{name.lower()}_screen') for name in SCREENS]; "
         "print([name for name in ('torch', 'transformers', 'numpy', 'sglang') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    screens, engines = done.stdout.splitlines()
+    assert screens == "['console.doctor_screen']", "the first paint needs no screen but the one it shows"
+    assert engines == "[]"

@@ -316,8 +316,6 @@ def test_the_default_model_changes_its_layout_by_key_while_text_streams(
         tmux.keys("-l", "Write the numbers from 1 to 1000, separated by commas.")
         tmux.keys("Enter")
         tmux.until("1, 2, 3, 4", "rounds", limit_s=MODEL_GIVE_UP_S)
-        tmux.keys("Escape")
-        time.sleep(2.0)  # else the next letter is read as one that Alt is held with
         tmux.keys("p")
         tmux.until("one process on one device", "* runs now")
         tmux.keys(*moves, "Enter")

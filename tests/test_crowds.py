@@ -22,7 +22,9 @@ LENGTHS = (3000, 11000, 16000) if os.environ.get("DDTREE_LONG") else (3000, 7000
 def test_up_to_32_at_once_have_their_solo_texts_and_one_that_ends_leaves_the_others_alone(
     make_engine: MakeEngine,
 ) -> None:
-    engine = make_engine(max_concurrency=32, max_seq_len=128, prefix_reuse=False, mode="tree", tree_budget=8)
+    engine = make_engine(
+        max_concurrency=32, kv_slots=32 * 200, prefix_reuse=False, mode="tree", tree_budget=8
+    )
     prompts = [prompt_of(5 + 2 * number, number) for number in range(32)]
     alone = [answer(engine, prompt, max_tokens=10, ignore_eos=True).token_ids for prompt in prompts]
     for count in (1, 2, 3, 4, 5, 16, 32):

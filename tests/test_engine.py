@@ -247,6 +247,20 @@ def test_requests_of_all_modes_in_one_batch_get_their_solo_texts(
         assert client.streamed == client.finished.text
 
 
+def test_by_default_two_of_four_full_contexts_have_slots_and_the_others_wait(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_concurrency=4, max_seq_len=128, max_tree_budget=8)
+    full = SamplingParams(max_tokens=28, ignore_eos=True)
+    clients = [
+        ask(engine, GenerateRequest(prompt_token_ids=prompt_of(100, i), sampling=full)) for i in range(4)
+    ]
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most == 2
+    assert [client.finished.stats.output_tokens for client in clients] == [28] * 4
+
+
 @pytest.mark.case("A31")
 @pytest.mark.parametrize("prefix_reuse", [False, True])
 def test_no_slot_is_lost_over_200_requests_half_aborted(make_engine: MakeEngine, prefix_reuse: bool) -> None:

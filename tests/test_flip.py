@@ -87,14 +87,14 @@ async def test_streams_of_every_mode_over_flips_have_the_text_they_would_have_ha
     start: Start, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = [(mode, sampling) for mode in MODES for sampling in SAMPLINGS]
-    runtime = await start(family, max_concurrency=len(kinds))
+    runtime = await start(family, max_concurrency=len(kinds), kv_slots=(len(kinds) + 1) * 480)
     length = {"max_tokens": 380, "ignore_eos": True}
     alone = [(await collect(runtime, ask(**length, **sampling)))[-1] for sampling in SAMPLINGS]
     wanted = [ask(**length, **sampling).model_copy(update={"mode": mode}) for mode, sampling in kinds]
     slow_down(runtime, monkeypatch)
     others = [asyncio.create_task(collect(runtime, request)) for request in wanted[1:]]
     changes = [{"layout": layout} for layout in FLIPS[family]]
-    events, reports = await through(runtime, wanted[0], *changes)
+    events, reports = await through(runtime, wanted[0], *changes, then=monkeypatch.undo)
     ends = [events[-1], *[(await each)[-1] for each in others]]
     assert [report.carried for report in reports] == [len(kinds)] * len(changes)
     assert all(report.failure is None and report.outage_s for report in reports)

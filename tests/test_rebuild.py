@@ -53,9 +53,12 @@ async def apply(runtime: LocalRuntime, change: dict[str, Any]) -> ChangeReport:
 
 
 async def through(
-    runtime: LocalRuntime, request: GenerateRequest, *changes: dict[str, Any]
+    runtime: LocalRuntime,
+    request: GenerateRequest,
+    *changes: dict[str, Any],
+    then: Callable[[], object] = lambda: None,
 ) -> tuple[list[Any], list[ChangeReport]]:
-    """The events of `request` with each change applied in the middle of it."""
+    """The events of `request` with each change applied in the middle of it, and `then` called after the last."""
     events, reports, tokens = [], [], 0
     waiting = list(changes)
     async for event in runtime.generate(request):
@@ -63,6 +66,8 @@ async def through(
         tokens += len(event.pieces) if isinstance(event, TokensEmitted) else 0
         if waiting and tokens >= EVERY * (1 + len(reports)):
             reports.append(await apply(runtime, waiting.pop(0)))
+            if not waiting:
+                then()
     return events, reports
 
 

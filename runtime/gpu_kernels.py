@@ -1,0 +1,439 @@
+"""Triton kernels of a forward pass over tree rows: products and norms, rotation, attention, heads.
+
+Rows of a batch are `[batch, rows]` flattened, the same number of rows for each sequence; what does not count of a
+sequence (`row >= size`) is computed and never read. Nothing is read back and no shape depends on a length, so the
+calls can be captured in a CUDA graph. Plain references are `runtime/fused.py`, `attention.py`, `noise.py` and
+`sampling.py`; tests hold each kernel against them, on a CPU through Triton's interpreter.
+
+Rotated pairs stand side by side, as `fused.FusedStack` lays the weights out at load.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SCRATCH = tl.constexpr(64)
+"""Slots behind the allocator's, for rows that do not count; also the most rows of a tree."""
+
+
+@triton.jit
+def stamp(stamps, at: tl.constexpr, TIMED: tl.constexpr):
+    """Notes the device's clock, nanoseconds, in `stamps[at]`."""
+    if TIMED:  # noqa: SIM102, the outer condition is known when the kernel is compiled
+        if tl.program_id(0) == 0:
+            tl.store(stamps + at, tl.extra.cuda.globaltimer())
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Waits for the kernel before, where this one was let start early, and lets the next one start early."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch(w, n, N, K, PDL: tl.constexpr):
+    """Asks for the first columns of weight rows `n` while the kernel before still runs: nothing writes weights."""
+    if PDL:
+        lines = 64 * tl.arange(0, 16)
+        for start in range(0, min(K, 2048), 1024):
+            spot = w + tl.minimum(n, N - 1)[:, None] * K + tl.minimum(start + lines, K - 1)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [spot.to(tl.uint64, bitcast=True)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x, w, source, live, n, columns, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of `x @ w.T`, float32."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < K) | EVEN
+        a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        b = tl.load(w + n[:, None] * K + k[None, :], mask=columns[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _row_scale(squares, rows, live, tiles, K, eps, TILES: tl.constexpr):
+    """`1 / rms` of rows whose sums of squares stand in the first `tiles` entries of `squares [rows, TILES]`."""
+    tile = tl.arange(0, TILES)
+    there = live[:, None] & (tile < tiles)[None, :]
+    parts = tl.load(squares + rows[:, None] * TILES + tile[None, :], mask=there, other=0.0)
+    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def linear_kernel(
+    x, w, out, squares, bias, residual, rows, gain, scaled, squares_out, tap, M, N, K, tiles, tap_stride, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, NEXT: tl.constexpr,
+    TAP: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`out [M, N] = x @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
+
+    RMS norm is split between the products around it: `NEXT` also writes `scaled = out * gain`, the gain of the norm
+    that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
+    `TAP` also writes the result to `tap [M, tap_stride]`.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    _prefetch(w, n, N, K, PDL)
+    begin(PDL)
+    source = m
+    if GATHER:
+        source = tl.load(rows + m, mask=live, other=0)
+    total = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    here = live[:, None] & columns[None, :]
+    spot = m[:, None] * N + n[None, :]
+    if NORM:
+        total *= _row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
+    if BIAS:
+        total += tl.load(bias + n, mask=columns, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        total += tl.load(residual + spot, mask=here, other=0.0).to(tl.float32)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + spot, result, mask=here)
+    if TAP:
+        tl.store(tap + m[:, None] * tap_stride + n[None, :], result, mask=here)
+    if NEXT:
+        wide = tl.where(here, result.to(tl.float32), 0.0)
+        factor = tl.load(gain + n, mask=columns, other=0.0).to(tl.float32)
+        tl.store(scaled + spot, (wide * factor[None, :]).to(out.dtype.element_ty), mask=here)
+        tl.store(squares_out + m * TILES + tl.program_id(0), tl.sum(wide * wide, 1), mask=live)
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def gated_kernel(
+    x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = norm(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    _prefetch(w, n, N, K, PDL)
+    _prefetch(w, N + n, 2 * N, K, PDL)
+    begin(PDL)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < K) | EVEN
+        a = tl.load(x + m[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        wanted = columns[:, None] & inside[None, :]
+        g = tl.load(w + n[:, None] * K + k[None, :], mask=wanted, other=0.0)
+        u = tl.load(w + (N + n)[:, None] * K + k[None, :], mask=wanted, other=0.0)
+        gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
+        up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+    scale = _row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
+    gate, up = gate * scale, up * scale
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    here = live[:, None] & columns[None, :]
+    tl.store(out + m[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _rotated(x, cos, sin, position, norms, eps, NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    """Heads `x [HEADS, D]` of one token, normalised with gains `norms [HEADS, D]` and rotated (RoFormer, eq. 34).
+
+    Tables are `[positions, D / 2]`.
+    """
+    if NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * norms
+    i = tl.arange(0, D // 2)
+    c = tl.load(cos + position * (D // 2) + i)[None, :]
+    s = tl.load(sin + position * (D // 2) + i)[None, :]
+    even, odd = tl.split(tl.reshape(x, (HEADS, D // 2, 2)))
+    return tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), (HEADS, D))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rotate_store_kernel(
+    qkv, norms, cos, sin, keys, values, committed, slot_start, depths, size, rows, width, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Rotates queries in place and stores keys and values of row `r` at slot `slot_start + committed + r`.
+
+    `qkv [batch * rows, heads + 2 * kv_heads, D]`, caches `[kv_heads, width, D]`; a row at or beyond `size` of its
+    sequence goes to the last `SCRATCH` slots. Positions are `committed + depths [batch, rows]`. A program takes `BLOCK`
+    heads of one row.
+    """
+    begin(PDL)
+    row = tl.program_id(0)
+    b, r = row // rows, row % rows
+    start = tl.load(committed + b)
+    position = start + tl.load(depths + row)
+    slot = tl.where(r < tl.load(size + b), tl.load(slot_start + b) + start + r, width - SCRATCH + r % SCRATCH)
+    head_stride = width.to(tl.int64) * D
+    TURNED: tl.constexpr = HEADS + KV_HEADS
+    h, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    turned, here = (h < TURNED)[:, None], (h < TURNED + KV_HEADS)[:, None]
+    spot = h[:, None] * D + d[None, :]
+    base = qkv + row * (TURNED + KV_HEADS) * D
+    raw = tl.load(base + spot, mask=here, other=0.0)
+    gains = tl.load(norms + spot, mask=turned, other=0.0).to(tl.float32) if NORM else 0.0
+    new = _rotated(raw.to(tl.float32), cos, sin, position, gains, eps, NORM, BLOCK, D).to(raw.dtype)
+    tl.store(base + spot, new, mask=(h < HEADS)[:, None])
+    place = slot * D + d[None, :]
+    tl.store(keys + (h - HEADS)[:, None] * head_stride + place, new, mask=(h >= HEADS)[:, None] & turned)
+    tl.store(values + (h - TURNED)[:, None] * head_stride + place, raw, mask=(h >= TURNED)[:, None] & here)
+
+
+@triton.jit(do_not_specialize=["block"])
+def context_store_kernel(
+    context, norms, cos, sin, keys, values, committed, kept, slot_start, block, width, eps,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KV_P2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Stores the drafter's keys and values of newly committed tokens: `kept [batch]` of them end at `committed`.
+
+    `context [batch * block, LAYERS * 2 * kv_heads * D]`, `norms [LAYERS, D]`, caches `[LAYERS, kv_heads, width, D]`.
+    """
+    begin(PDL)
+    row, layer = tl.program_id(0), tl.program_id(1)
+    b, at = row // block, row % block
+    count = tl.load(kept + b)
+    if at < count:
+        position = tl.load(committed + b) - count + at
+        slot = tl.load(slot_start + b) + position
+        head_stride = width.to(tl.int64) * D
+        h, d = tl.arange(0, KV_P2), tl.arange(0, D)
+        mine = (h < KV_HEADS)[:, None]
+        spot = h[:, None] * D + d[None, :]
+        base = context + row * (LAYERS * 2 * KV_HEADS * D) + layer * (2 * KV_HEADS * D)
+        raw = tl.load(base + spot, mask=mine, other=0.0)
+        gains = tl.load(norms + layer * D + d).to(tl.float32)[None, :]
+        new = _rotated(raw.to(tl.float32), cos, sin, position, gains, eps, True, KV_P2, D)
+        place = (layer * KV_HEADS + h)[:, None] * head_stride + slot * D + d[None, :]
+        tl.store(keys + place, new.to(raw.dtype), mask=mine)
+        tl.store(values + place, tl.load(base + KV_HEADS * D + spot, mask=mine, other=0.0), mask=mine)
+
+
+@triton.jit(do_not_specialize=["rows", "total_rows"])
+def tree_attention_kernel(
+    qkv, keys, values, bits, committed, size, slot_start, out, partial, lse, rows, width, total_rows, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attention of all rows over the committed prefix and, by ancestor bits, over the rows of their own tree.
+
+    The query heads of one KV head are packed into its rows. A prefix is cut into `SPLITS` ranges, read from the
+    lengths on the device. `bits [batch, rows]` has bit j set where the row may see row j; `CAUSAL`: it sees those
+    before it and itself. With one split the result goes to `out [rows, heads * D]`, else to
+    `partial [SPLITS, rows, heads, D]` with `lse [SPLITS, rows, heads]`.
+    """
+    begin(PDL)
+    b, kv_head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    packed = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    r, head = packed // GROUP, kv_head * GROUP + packed % GROUP
+    live = r < rows
+    row = b * rows + r
+    d = tl.arange(0, D)
+    q = tl.load(qkv + row[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D + d[None, :],
+                mask=live[:, None], other=0.0)  # fmt: skip
+    word = tl.zeros((BLOCK_Q,), tl.int64) if CAUSAL else tl.load(bits + row, mask=live, other=0)
+    length = tl.load(committed + b)
+    seen = length + tl.load(size + b)
+    chunk = tl.cdiv(tl.cdiv(seen, SPLITS), BLOCK_KV) * BLOCK_KV
+    low = split * chunk
+    high = tl.minimum(seen, low + chunk)
+    first = kv_head.to(tl.int64) * width + tl.load(slot_start + b)
+    most = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    norm = tl.zeros((BLOCK_Q,), tl.float32)
+    total = tl.zeros((BLOCK_Q, D), tl.float32)
+    for start in range(low, high, BLOCK_KV):
+        p = start + tl.arange(0, BLOCK_KV)
+        there = p < high
+        spot = (first + p)[:, None] * D + d[None, :]
+        k = tl.load(keys + spot, mask=there[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        node = p - length
+        if CAUSAL:
+            sees = node[None, :] <= r[:, None]
+        else:
+            bit = (word[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
+            sees = (node < 0)[None, :] | (bit == 1)
+        scores = tl.where(sees & there[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - anchor[:, None])
+        fade = tl.exp2(most - anchor)
+        norm = norm * fade + tl.sum(weights, 1)
+        v = tl.load(values + spot, mask=there[:, None], other=0.0)
+        total = tl.dot(weights.to(v.dtype), v, total * fade[:, None], input_precision="ieee")
+        most = higher
+    divisor = tl.where(norm == 0.0, 1.0, norm)
+    total = total / divisor[:, None]
+    if SPLITS == 1:
+        tl.store(out + row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :],
+                 total.to(out.dtype.element_ty), mask=live[:, None])  # fmt: skip
+    else:
+        spot = (split * total_rows + row) * HEADS + head
+        tl.store(partial + spot[:, None] * D + d[None, :], total, mask=live[:, None])
+        tl.store(lse + spot, tl.where(norm == 0.0, float("-inf"), most + tl.log2(divisor)), mask=live)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def combine_kernel(
+    partial, lse, out, total_rows,
+    HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of `tree_attention_kernel` into `out [rows, heads * D]`, `BLOCK` heads a program."""
+    begin(PDL)
+    row = tl.program_id(0)
+    h, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    split = tl.arange(0, SPLITS)
+    mine = h < HEADS
+    spot = (split[:, None] * total_rows + row) * HEADS + h[None, :]
+    parts = tl.load(lse + spot, mask=mine[None, :], other=float("-inf"))
+    most = tl.max(parts, 0)
+    weights = tl.exp2(parts - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    norm = tl.sum(weights, 0)
+    vectors = tl.load(partial + spot[:, :, None] * D + d[None, None, :], mask=mine[None, :, None], other=0.0)
+    total = tl.sum(vectors * weights[:, :, None], 0) / tl.where(norm == 0.0, 1.0, norm)[:, None]
+    tl.store(
+        out + row * (HEADS * D) + h[:, None] * D + d[None, :],
+        total.to(out.dtype.element_ty),
+        mask=mine[:, None],
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "mask_id"])
+def embed_kernel(
+    ids, embedding, out, gain, scaled, squares, stamps, rows, mask_id,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    MASKED: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Embeddings `[batch * rows, WIDTH]` of `ids [batch, rows]`; `MASKED`: of a draft block, `ids [batch]` its root.
+
+    `scaled` and one entry of `squares` prepare the norm that follows, as in `linear_kernel`.
+    """
+    begin(PDL)
+    row = tl.program_id(0)
+    stamp(stamps, 0, TIMED)
+    if MASKED:  # noqa: SIM108, known when the kernel is compiled
+        token = tl.where(row % rows == 0, tl.load(ids + row // rows), mask_id)
+    else:
+        token = tl.load(ids + row)
+    i = tl.arange(0, BLOCK)
+    vector = tl.load(embedding + token.to(tl.int64) * WIDTH + i, mask=i < WIDTH, other=0.0)
+    tl.store(out + row * WIDTH + i, vector, mask=i < WIDTH)
+    wide = vector.to(tl.float32)
+    factor = tl.load(gain + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    tl.store(scaled + row * WIDTH + i, (wide * factor).to(out.dtype.element_ty), mask=i < WIDTH)
+    tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
+
+
+@triton.jit(do_not_specialize=["depths"])
+def noise_kernel(noise, seeds, committed, temperature, depths, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Gumbel noise `[batch, depths, vocab]` of the tokens at positions `committed + 1 + depth`; none where greedy."""
+    begin(PDL)
+    row = tl.program_id(0)
+    b, depth = row // depths, row % depths
+    if tl.load(temperature + b) > 0.0:
+        group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        position = tl.zeros((BLOCK,), tl.int32) + (tl.load(committed + b) + 1 + depth)
+        zero = tl.zeros((BLOCK,), tl.int32)
+        words = tl.philox(tl.load(seeds + b), group, position, zero, zero)
+        for part in tl.static_range(4):
+            word = words[part].to(tl.uint32, bitcast=True)
+            uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+            token = group * 4 + part
+            tl.store(noise + row.to(tl.int64) * vocab + token, -tl.log(-tl.log(uniform)), mask=token < vocab)
+
+
+@triton.jit
+def _noisy(total, temperature, noise, m, b, depth, live, n, columns, depths, vocab, SHARED: tl.constexpr):
+    """Scores `logits / T + g` of rows that sample; greedy rows keep their logits."""
+    t = tl.load(temperature + b, mask=live, other=0.0)[:, None]
+    scores = total / tl.where(t > 0.0, t, 1.0)
+    if SHARED:
+        spot = (b * depths + depth).to(tl.int64)[:, None] * vocab + n[None, :]
+        g = tl.load(noise + spot, mask=live[:, None] & columns[None, :] & (t > 0.0), other=0.0)
+        scores += g
+    return scores
+
+
+@triton.jit(do_not_specialize=["M", "rows", "depths", "parts"])
+def choose_kernel(
+    x, w, squares, noise, temperature, node_depths, gather, best, ids, M, rows, depths, vocab, K, parts, eps,
+    NOISY: tl.constexpr, GATHER: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Best score and token of one vocabulary tile for each row, `[tiles, M]`; ties to the lowest token id.
+
+    `GATHER` looks at rows `gather [M]` of x.
+    """
+    tile = tl.program_id(0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < vocab
+    _prefetch(w, n, vocab, K, PDL)
+    begin(PDL)
+    source = m
+    if GATHER:
+        source = tl.load(gather + m, mask=live, other=0)
+    scores = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    scores *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
+    if NOISY:
+        depth = tl.load(node_depths + m, mask=live, other=0)
+        scores = _noisy(
+            scores, temperature, noise, m, m // rows, depth, live, n, columns, depths, vocab, True
+        )
+    scores = tl.where(columns[None, :], scores, float("-inf"))
+    value, index = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + tile * M + m, value, mask=live)
+    tl.store(ids + tile * M + m, tile * BLOCK_N + index, mask=live)
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def chosen_kernel(best, ids, chosen, M, tiles, TILES_P2: tl.constexpr, PDL: tl.constexpr):
+    """The token of the highest score over all tiles, `chosen [M]`."""
+    begin(PDL)
+    row, tile = tl.program_id(0), tl.arange(0, TILES_P2)
+    value = tl.load(best + tile * M + row, mask=tile < tiles, other=float("-inf"))
+    token = tl.load(ids + tile * M + row, mask=tile < tiles, other=0)
+    tl.store(chosen + row, tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0))
+
+
+@triton.jit(do_not_specialize=["M", "horizon", "parts"])
+def draft_kernel(
+    x, w, squares, noise, temperature, scores, tile_max, tile_sum, M, horizon, vocab, K, parts, eps,
+    NOISY: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Draft scores `[batch * horizon, vocab]` with each tile's maximum and sum of exponentials, `[tiles, M]`.
+
+    `x [batch * (horizon + 1), K]`: position 0 of a block, the root, predicts nothing. `SHARED` adds the verifier's
+    noise.
+    """
+    tile = tl.program_id(0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < vocab
+    _prefetch(w, n, vocab, K, PDL)
+    begin(PDL)
+    b, depth = m // horizon, m % horizon
+    source = b * (horizon + 1) + 1 + depth
+    total = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    total *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
+    if NOISY:
+        total = _noisy(total, temperature, noise, m, b, depth, live, n, columns, horizon + 1, vocab, SHARED)
+    tl.store(
+        scores + m.to(tl.int64)[:, None] * vocab + n[None, :], total, mask=live[:, None] & columns[None, :]
+    )
+    total = tl.where(columns[None, :], total, float("-inf"))
+    most = tl.max(total, 1)
+    tl.store(tile_max + tile * M + m, most, mask=live)
+    tl.store(tile_sum + tile * M + m, tl.sum(tl.exp(total - most[:, None]), 1), mask=live)

@@ -1,0 +1,365 @@
+"""A forward pass on the device: embedding, layers over slots, the token chosen after each row, the drafter's context.
+
+Buffers exist before the first pass and every size is the caller's, so passes can be captured in CUDA graphs. The
+kernels are in `gpu_kernels.py`; what they compute is `fused.FusedDecoder` and `fused.FusedDrafter`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.fused import FusedDecoder, FusedLayer, FusedStack
+from runtime.gpu_kernels import (
+    SCRATCH,
+    choose_kernel,
+    chosen_kernel,
+    combine_kernel,
+    context_store_kernel,
+    embed_kernel,
+    gated_kernel,
+    linear_kernel,
+    rotate_store_kernel,
+    tree_attention_kernel,
+)
+from runtime.kv_cache import Pool
+from runtime.linear import Linear, PlainLinear
+from runtime.round import Models
+
+MOST_ROWS = int(SCRATCH.value)
+PROGRAMS = 132
+"""Programs a kernel should have at least: one for each multiprocessor of an H100 or H200."""
+KV_BLOCK = 64
+
+
+def pow2(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def unsupported(models: Models) -> str | None:
+    """Why these models cannot run by `DevicePass`; None if they can."""
+    target, drafter = models.target, models.drafter
+    if not target.fused:
+        return "the target runs through transformers' modules"
+    decoder = target.decoder
+    assert isinstance(decoder, FusedDecoder)
+    stacks = [decoder.stack] + ([drafter.stack] if drafter is not None else [])
+    for stack in stacks:
+        if stack.shape.head_dim not in (16, 32, 64, 128, 256):
+            return f"head size {stack.shape.head_dim} is no power of two from 16 to 256"
+        if any(window is not None for window in stack.shape.windows):
+            return "sliding windows"
+        if not all(isinstance(layer.qkv, PlainLinear) for layer in stack.layers):
+            return "packed linear layers"
+    if models.propose is not None:
+        return "drafts come from elsewhere"
+    return None
+
+
+def weight_of(linear: Linear) -> Tensor:
+    """The weight `[n, k]` of a plain layer; `unsupported` has refused others."""
+    assert isinstance(linear, PlainLinear)
+    return linear.weight
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a pass: `each` rows of `batch` sequences, and where they stand.
+
+    `committed`, `slot_start`, `size [batch]`, `depths [batch * each]`; `bits [batch * each]` are ancestor bits, None
+    where each row sees those before it.
+    """
+
+    batch: int
+    each: int
+    committed: Tensor
+    slot_start: Tensor
+    size: Tensor
+    depths: Tensor
+    bits: Tensor | None
+
+    @property
+    def total(self) -> int:
+        return self.batch * self.each
+
+
+class DeviceStack:
+    """Decoder layers with their slots and rotation tables."""
+
+    def __init__(self, stack: FusedStack, pool: Pool, positions: int) -> None:
+        """`positions`: most positions of a sequence, rows in reserve included."""
+        self.shape, self.layers, self.pool = stack.shape, stack.layers, pool
+        rotation = stack.rotation(torch.arange(positions, device=pool.device))[:, 0]
+        self.cos, self.sin = rotation.real.contiguous(), rotation.imag.contiguous()
+        self.qkv_width = int(weight_of(self.layers[0].qkv).shape[0])
+        self.out_width = self.shape.heads * self.shape.head_dim
+        self.mlp_width = int(weight_of(self.layers[0].down).shape[1])
+        self._positions = positions
+
+    def attention_grid(self, batch: int, rows: int) -> tuple[int, int, int]:
+        """Rows of a query tile, tiles, and splits of the prefix: enough programs for the device, fixed by the sizes."""
+        packed = rows * (self.shape.heads // self.shape.kv_heads)
+        block_q = min(64, max(16, pow2(packed)))
+        q_blocks = -(-packed // block_q)
+        programs = batch * self.shape.kv_heads * q_blocks
+        splits = min(pow2(-(-PROGRAMS // programs)), 16, pow2(-(-self._positions // KV_BLOCK)))
+        return block_q, q_blocks, splits
+
+    def partial_size(self, batch: int, rows: int) -> int:
+        """Elements of the partial results of one attention call."""
+        splits = self.attention_grid(batch, rows)[2]
+        return splits * batch * rows * self.out_width if splits > 1 else 1
+
+
+class DevicePass:
+    """Buffers and kernel calls of passes over up to `rows` rows."""
+
+    def __init__(self, models: Models, rows: int, positions: int, partials: list[tuple[int, int]]) -> None:
+        """`partials`: all (batch, rows) of a sequence that passes will have; `positions` as in `DeviceStack`."""
+        decoder = models.target.decoder
+        assert isinstance(decoder, FusedDecoder)
+        self.decoder = decoder
+        self.device = models.target.device
+        self.vocab = models.target.vocab_size
+        self._pool_d = models.cache.drafter
+        self._drafter = models.drafter
+        self.target = DeviceStack(decoder.stack, models.cache.target, positions)
+        self.drafter: DeviceStack | None = None
+        if models.drafter is not None and models.cache.drafter is not None:
+            self.drafter = DeviceStack(models.drafter.stack, models.cache.drafter, positions)
+        early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._overlap = {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+
+        dtype, hidden = models.target.dtype, int(models.target.config.hidden_size)
+        stacks = [self.target] + ([self.drafter] if self.drafter else [])
+
+        def make(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        self.hidden, self.scaled = make(rows, hidden), make(rows, hidden)
+        self._qkv = make(rows, max(each.qkv_width for each in stacks))
+        self._attended = make(rows, max(each.out_width for each in stacks))
+        self._gated = make(rows, max(each.mlp_width for each in stacks))
+        self._tiles, self.parts = pow2(-(-hidden // 16)), 1
+        self.squares = self.floats(rows * self._tiles)
+        parts = max(stack.partial_size(*sizes) for stack in stacks for sizes in partials)
+        self._partial = self.floats(parts)
+        self._lse = self.floats(max(1, parts // min(each.shape.head_dim for each in stacks)))
+        self.head_tiles = -(-self.vocab // head_block(hidden))
+        self._best = self.floats(self.head_tiles * rows)
+        self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
+        self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
+        width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
+        self._context = make(rows, width)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def call(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+        """Launches a kernel; where the device can, its start overlaps the end of the one before."""
+        kernel[grid](*args, **settings, **self._overlap)
+
+    def embed(
+        self,
+        ids: Tensor,
+        total: int,
+        gain: Tensor,
+        stamps: Tensor,
+        *,
+        block: int = 0,
+        mask_id: int = 0,
+        timed: bool = False,
+    ) -> None:
+        """Embeds `ids [total]`; with `block`, draft blocks of so many positions, `ids` their roots."""
+        embedding = self.decoder.embedding
+        width = int(embedding.shape[1])
+        self.call(
+            embed_kernel, (total,),
+            ids, embedding, self.hidden, gain, self.scaled, self.squares, stamps, max(block, 1), mask_id,
+            WIDTH=width, BLOCK=pow2(width), TILES=self._tiles, MASKED=block > 0, TIMED=timed, num_warps=4,
+        )  # fmt: skip
+        self.parts = 1
+
+    def layers(self, stack: DeviceStack, rows: Rows, final: Tensor, taps: tuple[int, ...] = ()) -> None:
+        """Every layer of a stack over the embedded rows; outputs of the layers in `taps` to the features.
+
+        `final`: gain of the norm that follows the last layer.
+        """
+        total, eps, count = rows.total, stack.shape.eps, len(stack.layers)
+        for index, layer in enumerate(stack.layers):
+            self._linear(layer.qkv, self.scaled, self._qkv, total, norm_eps=eps)
+            self._attention(stack, layer, index, rows)
+            self._linear(layer.o, self._attended, self.hidden, total, add=True, gain=layer.post_norm)
+            self._gate(layer, total, eps)
+            tap = None
+            if index in taps:
+                width = self.hidden.shape[1]
+                tap = self.features[:, taps.index(index) * width :]
+            gain = stack.layers[index + 1].input_norm if index + 1 < count else final
+            self._linear(layer.down, self._gated, self.hidden, total, add=True, gain=gain, tap=tap)
+
+    def choose(
+        self, total: int, chosen: Tensor, noise: Tensor, temperature: Tensor, depths: Tensor,
+        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The target's choice after each of `total` rows, or of rows `gather`, into `chosen`.
+
+        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together.
+        """
+        weight = weight_of(self.decoder.head)
+        width = int(weight.shape[1])
+        blocks = blocks_of(total, weight, "head")
+        tiles = self.head_tiles
+        self.call(
+            choose_kernel, (tiles, -(-total // blocks["BLOCK_M"])),
+            self.scaled, weight, self.squares, noise, temperature, depths, chosen if gather is None else gather,
+            self._best, self._best_ids, total, rows, noise_rows, self.vocab, width, self.parts, self.target.shape.eps,
+            NOISY=noisy, GATHER=gather is not None, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+        self.call(
+            chosen_kernel, (total,), self._best, self._best_ids, chosen, total, tiles, TILES_P2=pow2(tiles)
+        )
+
+    def extend_context(
+        self,
+        batch: int,
+        block: int,
+        committed: Tensor,
+        kept: Tensor,
+        slot_start: Tensor,
+        gather: Tensor | None,
+    ) -> None:
+        """Drafter keys and values of the `kept [batch]` positions before `committed`, from features (rows `gather`)."""
+        drafter, stack = self._drafter, self.drafter
+        if drafter is None or stack is None:
+            return
+        shape, rows, pool = stack.shape, batch * block, stack.pool
+        self._linear(drafter.fc, self.features, self.hidden, rows, gather=gather, gain=drafter.hidden_norm)
+        self._linear(drafter.context_linear, self.scaled, self._context, rows, norm_eps=shape.eps)
+        self.call(
+            context_store_kernel, (rows, len(shape.windows)),
+            self._context, drafter.k_norms, stack.cos, stack.sin, pool.keys, pool.values,
+            committed, kept, slot_start, block, pool.keys.shape[2], shape.eps,
+            LAYERS=len(shape.windows), KV_HEADS=shape.kv_heads, D=shape.head_dim, KV_P2=pow2(shape.kv_heads),
+            num_warps=2,
+        )  # fmt: skip
+
+    def head_scale(self) -> dict[str, Any]:
+        """What a kernel over the head needs to know of the norm before it."""
+        return {"TILES": self._tiles}
+
+    def _attention(self, stack: DeviceStack, layer: FusedLayer, index: int, rows: Rows) -> None:
+        shape, pool, total = stack.shape, stack.pool, rows.total
+        heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+        keys, values, width = pool.keys[index], pool.values[index], pool.keys.shape[2]
+        norms = layer.qk_norm
+        block = min(8, pow2(heads + 2 * kv_heads))
+        self.call(
+            rotate_store_kernel, (total, -(-(heads + 2 * kv_heads) // block)),
+            self._qkv, layer.input_norm if norms is None else norms, stack.cos, stack.sin, keys, values,
+            rows.committed, rows.slot_start, rows.depths, rows.size, rows.each, width, shape.eps,
+            HEADS=heads, KV_HEADS=kv_heads, D=dim, NORM=norms is not None, BLOCK=block, num_warps=2,
+        )  # fmt: skip
+        block_q, q_blocks, splits = stack.attention_grid(rows.batch, rows.each)
+        self.call(
+            tree_attention_kernel, (rows.batch * kv_heads, q_blocks, splits),
+            self._qkv, keys, values, rows.depths if rows.bits is None else rows.bits, rows.committed, rows.size,
+            rows.slot_start, self._attended, self._partial, self._lse, rows.each, width, total, dim**-0.5,
+            HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK_Q=block_q, BLOCK_KV=KV_BLOCK, SPLITS=splits,
+            CAUSAL=rows.bits is None, num_warps=4,
+        )  # fmt: skip
+        if splits > 1:
+            block = min(4, pow2(heads))
+            self.call(
+                combine_kernel, (total, -(-heads // block)), self._partial, self._lse, self._attended, total,
+                HEADS=heads, D=dim, SPLITS=splits, BLOCK=block, num_warps=4,
+            )  # fmt: skip
+
+    def _linear(
+        self,
+        linear: Linear,
+        x: Tensor,
+        out: Tensor,
+        rows: int,
+        *,
+        norm_eps: float | None = None,
+        add: bool = False,
+        gain: Tensor | None = None,
+        gather: Tensor | None = None,
+        tap: Tensor | None = None,
+    ) -> None:
+        """`linear_kernel`: `norm_eps` of the norm before, `add` the product to `out`, `gain` of the norm after."""
+        assert isinstance(linear, PlainLinear)
+        weight, bias = linear.weight, linear.bias
+        n, k = weight.shape
+        blocks = blocks_of(rows, weight)
+        self.call(
+            linear_kernel, _grid(rows, n, blocks),
+            x, weight, out, self.squares, x if bias is None else bias, out,
+            x if gather is None else gather, x if gain is None else gain, self.scaled, self.squares,
+            x if tap is None else tap, rows, n, k, self.parts, 0 if tap is None else tap.stride(0), norm_eps or 0.0,
+            NORM=norm_eps is not None, BIAS=bias is not None, RESIDUAL=add, GATHER=gather is not None,
+            NEXT=gain is not None, TAP=tap is not None, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+        if gain is not None:
+            self.parts = -(-n // blocks["BLOCK_N"])
+
+    def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
+        weight = weight_of(layer.gate_up)
+        n, k = weight.shape[0] // 2, weight.shape[1]
+        blocks = blocks_of(rows, weight, "gate")
+        self.call(
+            gated_kernel, _grid(rows, n, blocks),
+            self.scaled, weight, self._gated, self.squares, rows, n, k, self.parts, eps, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+
+
+def _grid(rows: int, n: int, blocks: dict[str, int]) -> tuple[int, int]:
+    return -(-n // blocks["BLOCK_N"]), -(-rows // blocks["BLOCK_M"])
+
+
+def head_block(k: int) -> int:
+    """Vocabulary entries of a tile of the head."""
+    return 128 if k <= 1024 else 64
+
+
+def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
+    """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
+
+    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
+    which multiplies two weights at once, or "head".
+    """
+    n, k = weight.shape
+    n = n // 2 if kind == "gate" else n
+    few, large = rows <= 16, n * k >= 8_000_000
+    block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
+    warps = 8 if block_m == 128 else 4
+    if kind == "head":
+        block_n, block_k, stages = head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5
+    elif large and block_m == 128:
+        block_n, block_k, stages = 128 if n > 4096 else 64, 64, 4
+    elif large and (n <= 4096 or few or (rows <= 32 and kind != "gate")):
+        block_n, block_k, stages = 32, 256, 4
+    elif large:
+        block_n, block_k, stages = 64, 128, 4
+    elif rows > 64:
+        block_n, block_k, stages = 64 if kind == "gate" else 32, 64, 4 if kind == "gate" else 5
+    elif k <= 1024:
+        block_n, block_k, stages = 32 if few and kind == "gate" else 16, 64, 9
+        warps = 2 if few and kind != "gate" else 4
+    else:
+        block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
+    # Stages were measured with two bytes an element and have to fit into shared memory with four.
+    block_k = min(block_k * 2 // weight.element_size(), max(16, pow2(k)))
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "EVEN": k % block_k == 0,
+        "num_warps": warps,
+        "num_stages": stages,
+    }

@@ -1,0 +1,208 @@
+"""The default pair on this GPU: accept length, tok/s by mode, budget, temperature and concurrency, and a profile check.
+
+    python scripts/gpu_bench.py --model TARGET --drafter FOLDER --out FILE.jsonl SET.jsonl ... [--until SECONDS]
+
+Each group of cells (set, temperature, concurrency) is measured with all its arms in turn, five times over, the first
+dropped; its cells are then written, so that a run which is cut short keeps what it has. tok/s is all tokens of the
+group over the time from the first submission to the last token. `--profile` counts launches and waits of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+from runtime.config import validate
+from runtime.engine import Engine
+from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
+from runtime.loader import load
+from runtime.prompt_sets import read_prompts
+
+Arm = tuple[str, int]
+ALL: tuple[Arm, ...] = (("off", 0), ("chain", 0), ("tree", 7), ("tree", 15), ("tree", 31), ("tree", 63))
+FEW: tuple[Arm, ...] = (("off", 0), ("chain", 0), ("tree", 7), ("tree", 31))
+REPEATS = 5
+
+
+@dataclass
+class Taken:
+    """One pass of one arm over the prompts."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    sequence_rounds: int = 0
+    decoded: int = 0
+    round_s: float = 0.0
+    speeds: list[float] = field(default_factory=list)
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def take(
+    engine: Engine, prompts: list[dict[str, Any]], arm: Arm, temperature: float, concurrency: int, tokens: int
+) -> Taken:
+    """Decodes all prompts, `concurrency` at a time; seeds are the prompts' numbers."""
+    taken = Taken(texts=[()] * len(prompts))
+    flying = 0
+
+    def sink(event: object) -> None:
+        nonlocal flying
+        if isinstance(event, RequestFinished):
+            flying -= 1
+            taken.tokens += len(event.token_ids)
+            taken.texts[int(event.request_id[1:])] = event.token_ids
+            taken.decoded += len(event.token_ids) - 1
+            taken.sequence_rounds += event.stats.rounds
+            taken.speeds.append(event.stats.tok_s or 0.0)
+
+    waiting = list(enumerate(prompts))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    while waiting or flying:
+        while waiting and flying < concurrency:
+            number, prompt = waiting.pop(0)
+            request = GenerateRequest(
+                **prompt, request_id=f"p{number}", mode=arm[0], tree_budget=arm[1] or None, reuse_prefix=False,
+                sampling=SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, top_k=0, top_p=1.0),
+            )  # fmt: skip
+            flying += 1
+            engine.submit(request, sink)
+        stats = engine.step()
+        if stats is not None:
+            taken.rounds += 1
+            taken.round_s += sum(stats.stage_s)
+    taken.seconds = time.perf_counter() - began
+    return taken
+
+
+def group(
+    engine: Engine, name: str, prompts: list[dict[str, Any]], arms: tuple[Arm, ...], temperature: float,
+    concurrency: int, tokens: int, repeats: int, about: dict[str, Any], out: Any,
+) -> None:  # fmt: skip
+    """Measures and writes the cells of one group."""
+    kept: dict[Arm, list[Taken]] = {arm: [] for arm in arms}
+    for repeat in range(repeats):
+        for arm in arms[repeat % len(arms) :] + arms[: repeat % len(arms)]:
+            taken = take(engine, prompts, arm, temperature, concurrency, tokens)
+            if repeat or repeats == 1:
+                kept[arm].append(taken)
+    plain = kept[arms[0]]
+    for arm, runs in kept.items():
+        speeds = [run.tokens / run.seconds for run in runs]
+        wins = sum(
+            statistics.median(run.speeds[i] for run in runs)
+            > statistics.median(run.speeds[i] for run in plain)
+            for i in range(len(prompts))
+        )
+        shared = sum(
+            next((at for at, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+            for x, y in zip(runs[-1].texts, plain[-1].texts, strict=True)
+        )
+        cell = {
+            "system": "ddtree", "set": name, "mode": arm[0], "tree_budget": arm[1], "temperature": temperature,
+            "concurrency": concurrency, "tok_s_median": round(statistics.median(speeds), 1),
+            "tok_s_spread": [round(min(speeds), 1), round(max(speeds), 1)],
+            "ms_round": round(sum(r.round_s for r in runs) / sum(r.rounds for r in runs) * 1e3, 4),
+            "rounds": sum(r.rounds for r in runs) // len(runs),
+            "accept_length": round(sum(r.decoded for r in runs) / sum(r.sequence_rounds for r in runs), 3),
+            "prompts": len(prompts), "tokens": tokens, "repeats": len(runs), "n": len(prompts) * len(runs),
+            "prompts_faster_than_off": wins, "tokens_as_off_before_parting": [shared, sum(map(len, plain[-1].texts))],
+            **about,
+        }  # fmt: skip
+        print(json.dumps({k: v for k, v in cell.items() if k not in about}), flush=True)
+        print(json.dumps(cell), file=out, flush=True)
+
+
+def profile_rounds(engine: Engine, prompt: dict[str, Any]) -> dict[str, Any]:
+    """Runtime calls a round, in the middle of one request: launches, copies, waits; and kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    engine.submit(
+        GenerateRequest(**prompt, mode="tree", tree_budget=31, sampling=sampling), lambda _event: None
+    )
+    for _ in range(10):
+        engine.step()
+    rounds = 0
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        while rounds < 20:
+            rounds += engine.step() is not None
+    torch.cuda.synchronize()
+    counts: dict[str, int] = {}
+    for event in seen.events():
+        if event.name.startswith(("cuda", "cu")):
+            counts[event.name] = counts.get(event.name, 0) + 1
+    engine.cancel_all("profiled")
+    return {name: round(count / rounds, 2) for name, count in sorted(counts.items())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sets", nargs="+", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--until", type=float, default=480.0, help="starts no new group after so many seconds"
+    )
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
+    args = parser.parse_args()
+    began = time.perf_counter()
+    config = validate(
+        {
+            "model": args.model, "drafter": args.drafter, "device": "cuda", "dtype": "bfloat16",
+            "max_concurrency": 32, "max_seq_len": 1024, "kv_slots": 40_000, "prefill_chunk": 2048,
+            "max_queue": 10_000, "prefix_reuse": False, "max_tree_budget": 63,
+        }
+    )  # fmt: skip
+    loaded = load(config)
+    engine = Engine(loaded, config, 31)
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "transformers": transformers.__version__,
+        },
+        "dtype": "bfloat16",
+        "rounds_by": loaded.rounds,
+    }
+    print(json.dumps(about), f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+    sets = {path.stem: read_prompts(path) for path in args.sets}
+    with args.out.open("a") as out:
+        if args.profile:
+            calls = {"profile": profile_rounds(engine, next(iter(sets.values()))[0])}
+            print(json.dumps(calls), flush=True)
+            print(json.dumps(calls), file=out, flush=True)
+        plan: list[tuple[str, float]] = [(step, t) for t in (0.0, 1.0) for step in args.steps]
+        for step, temperature in plan:
+            for name, prompts in sets.items():
+                if time.perf_counter() - began > args.until:
+                    print("stopped by the clock", flush=True)
+                    return
+                if step == "accept":
+                    some, arms, at, tokens, repeats = prompts[:64], ALL, 32, 256, 1
+                elif step == "1":
+                    some, arms, at, tokens, repeats = prompts[:16], ALL, 1, 128, REPEATS
+                else:
+                    some, arms, at, tokens, repeats = prompts[:64], FEW, int(step), 128, REPEATS
+                group(engine, name, some, arms, temperature, at, tokens, repeats, about, out)
+        print(f"graphs {loaded.graphs.captured if loaded.graphs else 0}, "
+              f"capture {loaded.graphs.capture_s if loaded.graphs else 0:.1f} s, "
+              f"peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

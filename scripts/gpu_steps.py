@@ -1,0 +1,242 @@
+"""What a round costs on this GPU, without any model file: weights are random, of the dimensions asked for.
+
+    python scripts/gpu_steps.py --out FILE.jsonl [--shapes default 8b] [--contexts 1024 16384] [--batches 1 8]
+
+One JSON line a cell, flushed at once: milliseconds of a whole round (median of replays, one by one) for each tree size,
+kernels in it, the floor by bytes (target weights without the embedding table, read once, and the keys and values read,
+over device copy bandwidth measured here, reads and writes counted) and the ratio to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+from runtime.drafter import Drafter, DrafterConfig
+from runtime.fused import FusedDrafter
+from runtime.gpu_pass import MOST_ROWS
+from runtime.gpu_round import GpuRound, Shape
+from runtime.kv_cache import Geometry, KVCache
+from runtime.models import Checkpoint
+from runtime.round import Models
+from runtime.target import TargetModel
+
+GPU = torch.device("cuda")
+REPLAYS = 40
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """A target and its drafter by their sizes."""
+
+    architecture: str
+    model_type: str
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    block: int
+    taps: tuple[int, ...]
+    draft_layers: int
+
+
+DEFAULT = Dimensions("LlamaForCausalLM", "llama", 576, 1536, 30, 9, 3, 64, 49152, True, 8, (1, 10, 18, 27), 4)
+LARGE = Dimensions(
+    "Qwen3ForCausalLM", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False, 16, (1, 9, 17, 25, 33), 5
+)
+SHAPES = {"default": DEFAULT, "8b": LARGE}
+
+
+class RandomCheckpoint(Checkpoint):
+    """Random weights on the GPU under the names of a real folder."""
+
+    def load_state(self, wanted: Any = None) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            config = transformers.AutoConfig.for_model(
+                **{k: v for k, v in self.config.items() if k != "architectures"}
+            )
+            names = getattr(transformers, self.config["architectures"][0])(config).state_dict()
+        made = {}
+        for name, value in names.items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            fill = torch.ones if value.dim() == 1 else torch.randn
+            made[name] = fill(value.shape, device=GPU, dtype=torch.bfloat16) * (
+                1.0 if value.dim() == 1 else 0.02
+            )
+        return made
+
+
+def make_models(size: Dimensions, slots: int, dtype: torch.dtype = torch.bfloat16) -> Models:
+    """A random pair with slots."""
+    config = {
+        "architectures": [size.architecture],
+        "model_type": size.model_type,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocab,
+        "tie_word_embeddings": size.tied,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+    }
+    checkpoint = RandomCheckpoint("random", Path("random"), config, (0,))
+    target = TargetModel(checkpoint, taps=size.taps, dtype=dtype, device=GPU)
+    drafting = DrafterConfig(
+        hidden_size=size.hidden, intermediate_size=size.mlp, num_hidden_layers=size.draft_layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,
+        rms_norm_eps=1e-6, rope_theta=1e6, attention_bias=False, vocab_size=size.vocab, block_size=size.block,
+        mask_token_id=5, target_layer_ids=size.taps, num_target_layers=size.layers,
+    )  # fmt: skip
+    with GPU:
+        drafter = Drafter(drafting).to(dtype).requires_grad_(False)
+    geometry = Geometry(size.draft_layers, size.kv_heads, size.head_dim, dtype)
+    cache = KVCache(target.geometry, geometry, slots, GPU, scratch=MOST_ROWS)
+    for pool in (cache.target, cache.drafter):
+        pool.keys.normal_()
+        pool.values.normal_()
+    return Models(target, FusedDrafter(drafter, type(target.decoder.head)), cache, size.block)
+
+
+def copy_bandwidth() -> float:
+    """Device-to-device copy, bytes per second, reads and writes counted."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device=GPU)
+    target = torch.empty_like(source)
+    seconds = [timed(lambda: target.copy_(source)) for _ in range(8)]
+    return 2 * source.numel() / statistics.median(seconds)
+
+
+def timed(call: Any) -> float:
+    """Seconds on the device, by events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def weight_bytes(models: Models) -> int:
+    """Bytes of the target's weights that a step reads: all but the embedding table, a tied head once."""
+    decoder = models.target.decoder
+    layers = sum(
+        linear.weight.numel()
+        for layer in decoder.stack.layers
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    )
+    return (layers + decoder.head.weight.numel()) * 2
+
+
+def set_state(round_: GpuRound, batch: int, context: int, budget: int, stride: int) -> None:
+    """`batch` sequences of `context` committed tokens, with room for ever."""
+    rows = torch.arange(batch, device=GPU, dtype=torch.int32)
+    round_.state.zero_()
+    round_.root[:batch] = 7
+    round_.committed[:batch] = context
+    round_.slot_start[:batch] = rows * stride
+    round_.remaining[:batch] = 1_000_000
+    round_.budget[:batch] = budget
+    round_.active[:batch] = 1
+    round_.block_rows[:batch] = round_.block
+    round_.stops.fill_(-1)
+
+
+def kernels_of(call: Any) -> dict[str, int]:
+    """Kernels by name that one call runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    counts: dict[str, int] = {}
+    times: dict[str, float] = {}
+    for event in seen.events():
+        counts[event.name] = counts.get(event.name, 0) + 1
+        times[event.name] = times.get(event.name, 0.0) + event.device_time
+    return {name: [counts[name], round(times[name], 1)] for name in sorted(counts, key=lambda n: -times[n])}
+
+
+def measure(
+    name: str, contexts: list[int], sizes: list[int], out: Any, rows_list: list[int], noisy: bool
+) -> None:
+    """Cells of one pair of dimensions."""
+    size = SHAPES[name]
+    bandwidth = copy_bandwidth()
+    most_batch, longest = max(sizes), max(contexts)
+    stride = longest + 1024
+    models = make_models(size, most_batch * stride)
+    round_ = GpuRound(models, most_batch, stride + MOST_ROWS, timed=True)
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    with torch.inference_mode():
+        for batch in sizes:
+            for context in contexts:
+                for rows in rows_list:
+                    for context_kept in (True, False) if rows == 1 else (True,):
+                        shape = Shape(batch, rows, noisy=noisy, shared=noisy, context=context_kept)
+                        round_.temperature.fill_(1.0 if noisy else 0.0)
+                        set_state(round_, batch, context, rows - 1, stride)
+                        round_.enqueue(shape)
+                        graph = torch.cuda.CUDAGraph()
+                        with torch.cuda.graph(graph):
+                            round_.enqueue(shape)
+                        set_state(round_, batch, context, rows - 1, stride)
+                        for _ in range(5):
+                            graph.replay()
+                        milliseconds = [timed(graph.replay) * 1e3 for _ in range(REPLAYS)]
+                        marks = round_.stamps.tolist()
+                        geometry = models.target.geometry
+                        floor = (
+                            (weight_bytes(models) + batch * context * geometry.bytes_per_slot)
+                            / bandwidth
+                            * 1e3
+                        )
+                        cell = {
+                            "shape": name, "batch": batch, "context": context, "rows": rows, "noisy": noisy,
+                            "context_kept": context_kept, "ms_round": round(statistics.median(milliseconds), 4),
+                            "ms_low": round(min(milliseconds), 4), "ms_high": round(max(milliseconds), 4),
+                            "stage_us": [round((b - a) / 1e3, 1) for a, b in zip(marks, marks[1:], strict=False)],
+                            "floor_ms": round(floor, 4), "ratio": round(statistics.median(milliseconds) / floor, 3),
+                            "copy_tb_s": round(bandwidth / 1e12, 3), "n": REPLAYS, **about,
+                        }  # fmt: skip
+                        if batch == 1 and context == contexts[0] and rows in (1, 32):
+                            cell["kernels"] = kernels_of(graph.replay)
+                            cell["kernel_count"] = sum(count for count, _ in cell["kernels"].values())
+                        print(json.dumps(cell), flush=True)
+                        print(json.dumps(cell), file=out, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shapes", nargs="+", default=["default", "8b"], choices=sorted(SHAPES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64])
+    parser.add_argument("--noisy", action="store_true")
+    args = parser.parse_args()
+    with args.out.open("a") as out:
+        for name in args.shapes:
+            measure(name, args.contexts, args.batches, out, args.rows, args.noisy)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""An engine whose rounds run as device rounds, one ahead, against the same engine with rounds launched step by step.
+
+On a CPU the kernels run through Triton's interpreter, which takes minutes: by hand, DDTREE_LONG=1.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import torch  # noqa: E402
+from engine_driver import run  # noqa: E402
+from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
+from tiny_models import tiny_config  # noqa: E402
+
+from runtime.engine import Engine  # noqa: E402
+from runtime.gpu_graphs import GraphRounds  # noqa: E402
+from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
+from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
+from runtime.kv_cache import Geometry, KVCache  # noqa: E402
+from runtime.loader import load  # noqa: E402
+from runtime.round import NodeTable  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def test_nodes_are_made_into_rows_when_somebody_looks() -> None:
+    import numpy as np
+
+    columns = np.array([[5, 7, 9], [0, 0, 1], [0, 1, 2], [0, 0, 0]], dtype=np.int32)
+    columns[3] = np.array([0.0, -0.5, -1.25], dtype=np.float32).view(np.int32)
+    table = NodeTable(columns)
+    assert (len(table), table.deepest) == (3, 2)
+    assert list(table) == [(5, 0, 0, 0.0), (7, 0, 1, -0.5), (9, 1, 2, -1.25)]
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> dict[str, Engine]:
+    """The same trained pair twice: rounds from the host, and device rounds."""
+    pair = write_trained_pair(tmp_path)
+    config = tiny_config(pair.target, pair.drafter, linear="plain", max_concurrency=2, max_tree_budget=16)
+    loaded = load(config)
+    models = loaded.models
+    assert unsupported(models) is None and models.drafter is not None
+    drafter = models.drafter.config
+    geometry = Geometry(
+        drafter.num_hidden_layers, drafter.num_key_value_heads, drafter.head_dim, models.target.dtype
+    )
+    made = {}
+    for name in ("host", "device"):
+        cache = KVCache(models.target.geometry, geometry, models.cache.slots, CPU, scratch=MOST_ROWS)
+        for pool in (cache.target, cache.drafter):
+            assert pool is not None
+            pool.keys.fill_(torch.nan)
+            pool.values.fill_(torch.nan)
+        own = replace(models, cache=cache)
+        graphs = GraphRounds(own, 2, 128, chunk=64) if name == "device" else None
+        made[name] = Engine(replace(loaded, models=own, graphs=graphs), config, 7)
+    return made
+
+
+@pytest.mark.skipif(
+    "DDTREE_LONG" not in os.environ, reason="minutes in Triton's interpreter; set DDTREE_LONG=1"
+)
+def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> None:
+    """A batch that changes, modes that flip, a seed, a stop token, logprobs (which no kernel knows), a cancel."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, engine in engines.items():
+        ends: dict[str, Any] = {}
+
+        def sink(event: object, ends: dict[str, Any] = ends) -> None:
+            if isinstance(event, RequestFinished):
+                ends[event.request_id] = (event.reason, event.token_ids, event.text)
+
+        asked = (
+            ("plain", 0, {"max_tokens": 12}),
+            ("seeded", 1, {"max_tokens": 9, "temperature": 0.8, "seed": 4}),
+            ("stopped", 2, {"max_tokens": 14, "stop_token_ids": (170,)}),
+            ("logprobs", 3, {"max_tokens": 4, "logprobs": 1}),
+        )
+        for label, prompt, sampling in asked:
+            request = GenerateRequest(
+                prompt_token_ids=PROMPTS[prompt], request_id=label, sampling=SamplingParams(**sampling)
+            )
+            engine.submit(request, sink)
+        for mode, budget in (("tree", 7), ("tree", 3), ("chain", None), ("off", None), ("tree", 15)):
+            engine.config = engine.config.model_copy(update={"mode": mode, "tree_budget": budget})
+            for _ in range(2):
+                engine.step()
+                engine.check_integrity()
+        run(engine)
+        engine.check_integrity()
+        found[name] = ends
+    assert found["device"] == found["host"]
+    assert len(found["host"]) == 4
