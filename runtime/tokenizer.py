@@ -322,7 +322,11 @@ def _folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library reports every parse failure as plain Exception
+    except (
+        BaseException
+    ) as error:  # a parse failure is a plain Exception, a panic of the library is none at all
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(f"{path}: cannot be read ({error}); copy the file again") from None
     listed = config.get("added_tokens_decoder")
     for token_id, spec in sorted((listed or {}).items(), key=lambda item: int(item[0])):

@@ -153,6 +153,46 @@ def test_refusals_are_one_line_with_the_right_code(ddtree: Run, tmp_path: Path) 
             assert ddtree(*arguments)[0] in (1, 3)
 
 
+def test_snapshots_are_handed_on_by_remote_and_by_file(ddtree: Run, tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet", "--bare", "--initial-branch=main", "hub.git")
+    hub, file = str(tmp_path / "hub.git"), str(tmp_path / "one.ddtree")
+    ours, theirs = (("--store", str(tmp_path / name)) for name in ("ours", "theirs"))
+    saved = answer(ddtree("save", "--label", "mine", "--note", "#1", *ours, "--json"))["snapshot"]
+    assert answer(ddtree("remote", "show", *ours, "--json"))["remote"] is None
+    assert answer(ddtree("remote", "set", hub, *ours, "--json"))["remote"] == hub
+    assert ddtree("remote", "show", *ours)[1] == f"remote: {hub}; not pushed: 1\n"
+    assert ddtree("push", *ours)[1] == "pushed 1 commit\n"
+    assert ddtree("remote", "set", hub, *theirs)[1] == f"remote: {hub}\n"
+    assert answer(ddtree("pull", *theirs, "--json"))["pulled"] == 1
+    assert answer(ddtree("show", "mine", *theirs, "--json"))["snapshot"]["note"] == "#1"
+    assert ddtree("pull", *theirs)[1] == "pulled 0 commits\n"
+    third = ("--store", str(tmp_path / "third"))
+    assert answer(ddtree("export", "mine", file, *ours, "--json")) == {
+        "schema": 1,
+        "id": saved["id"],
+        "file": file,
+    }
+    assert "--force" in refusal(ddtree("export", "mine", file, *ours), 3)
+    nowhere = str(tmp_path / "none" / "one.ddtree")
+    assert "cannot be written: No such file" in refusal(ddtree("export", "mine", nowhere, *ours), 1)
+    assert ddtree("export", "mine", file, "--force", *ours)[1].endswith(f" written to {file}\n")
+    assert answer(ddtree("import", file, *third, "--json"))["snapshot"]["label"] == "mine"
+    assert "no words" in refusal(ddtree("note", "mine", "", *ours), 2)
+
+
+def test_bisect_names_the_change_that_made_it_slow(ddtree: Run, server: ApiServer) -> None:
+    at = ("--url", server.url)
+    for label, changes in (("fast", ["mode=off"]), ("slow", ["mode=tree", "tree_budget=64"])):
+        assert main(["ctl", "apply", *changes, *at]) == 0
+        answer(ddtree("save", "--label", label, *at, "--json"))
+    before = server.status().config
+    found = answer(ddtree("bisect", "fast", "slow", *at, "--json"))
+    assert (found["good"]["label"], found["bad"]["label"]) == ("fast", "slow")
+    assert "mode" in {each["name"] for each in found["settings"]}
+    assert found["results"][0]["tok_s"] > found["results"][1]["tok_s"] and not found["skipped"]
+    assert server.status().config == before
+
+
 def test_verify_starts_the_configuration_itself(ddtree: Run, tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny_models.tiny_config(
         tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, tree_budget=8

@@ -251,6 +251,12 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be read"):
         ChatTokenizer.from_folder(tmp_path)
+    Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than a token"  # the library panics
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ChatTokenizer.from_folder(tmp_path)
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UnsupportedCheckpoint, match="neither byte-level"):
         ChatTokenizer.from_folder(tmp_path)
