@@ -12,6 +12,7 @@ from fake_runtime import FakeRuntime
 from test_console_tmux import Tmux, fake, needs_tmux
 from test_console_tmux import tmux as tmux
 from textual.widgets import Button, Input
+from tiny_models import prompt_of, tiny_config
 
 from console.snapshots_dialogs import NoteArea, PageDialog, RollbackDialog, SaveDialog
 from console.snapshots_rows import graph
@@ -137,6 +138,53 @@ async def test_the_verdict_compares_what_was_measured_then_and_after(store: Path
         await driven.until(lambda: runtime.config.mode == "off", "other settings")
         await driven.press("v")
         await driven.until(lambda: "other settings run: mode off here" in driven.app.view.notice, "refused")
+
+
+async def test_by_keys_over_a_real_engine_text_and_configuration_are_those_of_the_snapshot(
+    store: Path, tiny_folder: Path
+) -> None:
+    from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
+    from runtime.local import LocalRuntime
+
+    config = tiny_config(
+        tiny_folder / "target", tiny_folder / "drafter", mode="tree", tree_budget=7, auto_snapshot=False
+    )
+    runtime = LocalRuntime(config)
+
+    async def text() -> str:
+        sampling = SamplingParams(max_tokens=24, temperature=0.7, seed=11)
+        request = GenerateRequest(prompt_token_ids=prompt_of(9), sampling=sampling)
+        ends = [event async for event in runtime.generate(request) if isinstance(event, RequestFinished)]
+        return ends[0].text
+
+    async def settings() -> tuple[object, object]:
+        now = (await runtime.status()).config
+        return now["mode"], now["tree_budget"]
+
+    await runtime.wait_ready()
+    try:
+        async with console(runtime) as driven:
+            await driven.until(lambda: driven.app.view.config.get("mode") == "tree", "ready")
+            before = await text()
+            await save(driven, "first")
+            for _ in range(2):  # the first one measures; the second has figures to compare with
+                await driven.press("m", "m")
+                await driven.until(lambda: driven.app.view.config.get("mode") == "off", "worse setting")
+                assert await settings() == ("off", 7)
+                await driven.press("5", "g")
+                await driven.until(lambda: bool(rows(driven)), "listed")
+                await driven.press("r")
+                await driven.until(lambda: isinstance(driven.app.screen, RollbackDialog), "preview")
+                await driven.press("y")
+                await driven.until(lambda: "rolled back to" in driven.app.view.notice, "told")
+                said = driven.text("#verdict")
+                await driven.until(lambda: rows(driven)[0].startswith("rollback to"), "listed")
+                driven.app._notice("read")
+            assert await settings() == ("tree", 7)
+            assert await text() == before
+            assert re.search(r"figures are (not )?back: .*tok/s", " ".join(said.split()))
+    finally:
+        await runtime.aclose()
 
 
 @pytest.mark.case("D8")
