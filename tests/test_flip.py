@@ -140,11 +140,11 @@ async def longer(runtime: LocalRuntime, tokens: int) -> bool:
 
 
 def slow_down(runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a stream of a tiny model last as long as one of a model of some size."""
+    """Lets a stream of a tiny model last longer than all flips of a test take on a busy machine."""
     step = runtime._step
 
     def paced(engine: Any) -> None:
-        time.sleep(0.05)
+        time.sleep(0.15)
         step(engine)
 
     monkeypatch.setattr(runtime, "_step", paced)
