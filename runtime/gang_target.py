@@ -94,7 +94,7 @@ class GangTarget(TargetModel):
         self.gang = gang
         answers = RANKS - 1 if layout == "pp2" else 0
         width = int(self.config.hidden_size)
-        self._decoder = GangDecoder(gang, answers, width, embedding, linear(head), len(taps))
+        self.decoder = GangDecoder(gang, answers, width, embedding, linear(head), len(taps))
         self.pool = RemotePool(torch.device("cpu"))
         self.words = _words(layout, checkpoint, gang)
 

@@ -144,7 +144,7 @@ def slow_down(runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     step = runtime._step
 
     def paced(engine: Any) -> None:
-        time.sleep(0.15)
+        time.sleep(0.08)
         step(engine)
 
     monkeypatch.setattr(runtime, "_step", paced)
