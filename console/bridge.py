@@ -162,6 +162,10 @@ class Bridge:
             self._ended = self._ended or busy
 
     def _show(self, status: Status) -> None:
+        """Shows a status unless one of a later change is known already: answers may overtake each other."""
+        seen = self._seen
+        if seen is not None and seen.started_at_s == status.started_at_s and status.revision < seen.revision:
+            return
         self._seen = status
         self._post(messages.StatusArrived(status))
 

@@ -131,7 +131,11 @@ def tiny_api(tiny_folder: Path) -> Iterator[ApiServer]:
     from runtime.listener import ServerSettings
 
     config = tiny_models.tiny_config(
-        tiny_folder / "target", tiny_folder / "drafter", max_seq_len=CONTEXT, max_queue=64
+        tiny_folder / "target",
+        tiny_folder / "drafter",
+        max_seq_len=CONTEXT,
+        max_queue=64,
+        kv_slots=5 * (CONTEXT + 65),
     )
     with ApiServer(config, ServerSettings(keep_alive_s=0.2, max_body_bytes=200_000)) as server:
         yield server

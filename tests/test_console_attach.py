@@ -129,3 +129,17 @@ async def test_a_lost_server_stands_in_the_header_with_its_time() -> None:
         )
         await driven.until(lambda: "lost since 12:34:56" in driven.text("#state"), "header")
         assert "it broke" in driven.text("#notice")
+
+
+async def test_a_status_that_a_change_has_overtaken_is_not_shown() -> None:
+    """Else the next key would be counted from what was in force before the last one."""
+    runtime = FakeRuntime()
+    posted: list[messages.StatusArrived] = []
+    bridge = Bridge(runtime, posted.append, "console")
+    now = await runtime.status()
+    bridge._show(now.model_copy(update={"revision": 4}))
+    bridge._show(now.model_copy(update={"revision": 3}))
+    assert [each.status.revision for each in posted] == [4]
+    restarted = now.model_copy(update={"revision": 1, "started_at_s": (now.started_at_s or 0.0) + 9})
+    bridge._show(restarted)
+    assert [each.status.revision for each in posted] == [4, 1]
