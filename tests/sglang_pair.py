@@ -34,7 +34,7 @@ PROMPTS = tuple(
 )
 """Unequal lengths. In their first 44 tokens, most of them different, bfloat16 and float32 agree by 0.12 or more."""
 SECOND, UNKNOWN, DECOY_SHARE = 4, 9, 0.6
-"""Ids divisible by the first come second, after the next id, which gets this share; by the second, the next id alone."""
+"""Ids divisible by the first come second, after the next id, which has this share; by the second, not at all."""
 TIE, TIES = 0.45, 0.04
 """Logits this close may be chosen either way, in so large a share of the tokens.
 
