@@ -275,7 +275,8 @@ class Fleet:
         for name in names:
             if name == "native":
                 fields = {"model": str(self.options.target), "drafter": str(self.options.drafter)}
-                arguments, wanted, path = NATIVE | fields | {"device": self.options.device}, {}, None
+                about = {"device": self.options.device, "max_seq_len": self.options.context}
+                arguments, wanted, path = NATIVE | fields | about, {}, None
             else:
                 arguments, wanted = arm_arguments(name, self.options)
                 arguments |= {"port": 30000 + 2000 * len(self._arms)}
