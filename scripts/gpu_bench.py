@@ -65,7 +65,8 @@ def take(
             taken.speeds.append(event.stats.tok_s or 0.0)
 
     waiting = list(enumerate(prompts))
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     began = time.perf_counter()
     while waiting or flying:
         while waiting and flying < concurrency:
