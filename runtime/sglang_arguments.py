@@ -47,9 +47,9 @@ def preset_of(layout: str) -> Preset:
 
 
 def _context(pair: Pair) -> int:
-    """SGLang keeps the last position of a context free; where the target has one more it gets that."""
+    """SGLang ends a request two tokens before its context's end; where the target has two more it gets those."""
     own = pair.checkpoint.config.get("max_position_embeddings")
-    return min(pair.limits.max_seq_len + 1, int(own)) if own else pair.limits.max_seq_len
+    return min(pair.limits.max_seq_len + 2, int(own)) if own else pair.limits.max_seq_len
 
 
 def launch_of(config: RuntimeConfig, pair: Pair, budget: int, block: int) -> Launch:

@@ -51,6 +51,12 @@ def check_server_args(server_args: Any) -> None:
         refuse("enable_dp_attention is set", "leave it out")
     if server_args.page_size not in (None, 1):
         refuse(f"page_size is {server_args.page_size}", "accepted nodes are moved slot by slot, use 1")
+    if server_args.speculative_draft_window_size is not None:
+        size = server_args.speculative_draft_window_size
+        refuse(f"speculative_draft_window_size is {size}", "the drafter sees the whole context, leave it out")
+    for name, off in (("enable_two_batch_overlap", False), ("disaggregation_mode", "null")):
+        if getattr(server_args, name) != off:
+            refuse(f"{name} is {getattr(server_args, name)}", "it was not tested with trees, leave it out")
     if server_args.speculative_draft_model_path is None:
         refuse("speculative_draft_model_path is missing", "name the drafter's folder")
     if server_args.speculative_dflash_block_size is None:
@@ -76,6 +82,12 @@ def check_worker(worker: Any) -> None:
     if mambaish_config(worker.model_runner.model_config) is not None:
         raise RuntimeError(
             "DDTREE_CONSOLE: the target has recurrent layers, whose state cannot follow a tree"
+        )
+    window = worker.model_runner.sliding_window_size
+    if window is not None and window > 0:
+        raise RuntimeError(
+            f"DDTREE_CONSOLE: the target attends to a window of {window} tokens, which SGLang counts by slots: a "
+            "tree's nodes would see another one than their depth has"
         )
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -1,12 +1,13 @@
 """`DDTREE_CONSOLE`, a speculative algorithm for SGLang that comes from outside of it: entry point `sglang.srt.plugins`.
 
-SGLang calls `register` in each of its processes. Nothing of SGLang is edited: an algorithm is registered, and five of
+SGLang calls `register` in each of its processes. Nothing of SGLang is edited: an algorithm is registered, and six of
 its functions get hooks through its own hook registry:
 
     capture of verify graphs      would leave the trees' mask out for the DFlash family, which SGLang tells by name
     settings of a batch           give seeds to its sampler only in deterministic mode, which slows everything
     choice under filters          would add a seed's noise by rank, so that a text would depend on its neighbours
     requests that are refused     penalties would not see the drafted ancestors of a node
+    room of a request's slots     near the context's end two verify passes would be written into the next request's row
     changes of internal state     how many draft nodes count can be changed between two steps, on all ranks at once
 
 Settings that SGLang's arguments have no place for come by environment: `DDTREE_SGLANG_MODE` (tree or chain) and
@@ -28,10 +29,11 @@ HOOKED = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+    "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
 )
-"""Functions of SGLang that get a hook: the first three after them, the others around them."""
+"""Functions of SGLang that get a hook: the first four after them, the others around them."""
 BUDGET = "ddtree_tree_budget"
 """Key of a change of internal state, as of `/set_internal_state`: how many draft nodes count."""
 DEFAULT_RUNNING = 16
@@ -53,9 +55,9 @@ def register() -> None:
 
         return worker_class(server_args)
 
-    for target, hook in zip(HOOKED, (with_tree_mask, with_seeds, refuse_request), strict=False):
+    for target, hook in zip(HOOKED, (with_tree_mask, with_seeds, refuse_request, with_room), strict=False):
         HookRegistry.register(target, hook, HookType.AFTER)
-    for target, hook in zip(HOOKED[3:], (choose_by_token, set_budget), strict=True):
+    for target, hook in zip(HOOKED[4:], (choose_by_token, set_budget), strict=True):
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
@@ -106,6 +108,18 @@ def with_tree_mask(spec_info: Any, runner: Any, num_tokens: int) -> Any:
         custom_mask=runner.buffers.custom_mask,
         capture_hidden_mode=spec_info.capture_hidden_mode,
     )
+
+
+def with_room(extra: int, *_args: Any) -> int:
+    """Columns of a request's row of slots beyond the context: two passes are reserved ahead, SGLang has room for one.
+
+    What does not fit would be written over the first slots of the next row, in silence.
+    """
+    if not _serves_trees():
+        return extra
+    from sglang.srt.runtime_context import get_spec
+
+    return max(extra, 4 + 2 * int(get_spec().speculative_num_draft_tokens))
 
 
 def with_seeds(sampling: Any, *args: Any, **_kwargs: Any) -> Any:

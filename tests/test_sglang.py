@@ -230,6 +230,13 @@ async def test_requests_stop_end_and_are_refused_as_the_interface_says(start: St
     first = whole.token_ids.index(stop)
     ended = (await collect(runtime, request_of(PROMPTS[1], 30, stop_token_ids=(stop,), ignore_eos=False)))[-1]
     assert ended.reason == "stop" and ended.token_ids == whole.token_ids[: first + 1]
+    # One that ends at the context's limit does nothing to the one in the next row of slots: rows are taken last first.
+    alone = (await collect(runtime, request_of(PROMPTS[1], 80)))[-1]
+    beside = asyncio.create_task(collect(runtime, request_of(PROMPTS[1], 80)))
+    await settle(lambda: streams(runtime, 3), 120)
+    full = (await collect(runtime, request_of((PROMPTS[3] * 17)[:370], 30)))[-1]
+    assert not beside.done() and len(full.token_ids) == 30 and full.stats.prompt_tokens + 30 == 400
+    assert (await beside)[-1].token_ids == alone.token_ids
     streamed = 0
     async for event in runtime.generate(request_of(PROMPTS[2], 200)):
         if isinstance(event, TokensEmitted):

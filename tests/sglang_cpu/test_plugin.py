@@ -54,6 +54,9 @@ def arguments(**changes: object) -> types.SimpleNamespace:
         "speculative_dflash_block_size": 8,
         "speculative_num_draft_tokens": 32,
         "tokenizer_worker_num": 1,
+        "speculative_draft_window_size": None,
+        "enable_two_batch_overlap": False,
+        "disaggregation_mode": "null",
     }
     return types.SimpleNamespace(**plain | changes)
 
@@ -68,12 +71,27 @@ def arguments(**changes: object) -> types.SimpleNamespace:
         ({"speculative_draft_model_path": None}, "speculative_draft_model_path is missing"),
         ({"tokenizer_worker_num": 2}, "tokenizer_worker_num is 2"),
         ({"enable_dp_attention": True}, "enable_dp_attention"),
+        ({"speculative_draft_window_size": 512}, "speculative_draft_window_size is 512"),
+        ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap is True"),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode is decode"),
     ],
 )
 def test_arguments_under_which_trees_cannot_run_are_refused_by_name(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sglang_checks.check_server_args(arguments(**change))
     sglang_checks.check_server_args(arguments())
+
+
+def test_a_row_of_slots_has_room_for_two_passes_beyond_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    from runtime import sglang_plugin
+
+    bag = types.SimpleNamespace(speculative_algorithm="ddtree_console", speculative_num_draft_tokens=64)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: bag)
+    assert sglang_plugin.with_room(68) == 132 and sglang_plugin.with_room(200, "its arguments") == 200
+    bag.speculative_algorithm = "DFLASH"
+    assert sglang_plugin.with_room(68) == 68
 
 
 def drafts(batch: int, block: int, budget: int, vocab: int, mode: str = "tree"):
