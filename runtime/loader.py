@@ -216,6 +216,7 @@ def _graphs(
     if config.attention_backend == "sdpa":
         return None, f"{stepwise} (attention_backend = sdpa)"
     try:
+        from runtime.gpu_device import RoundDevice
         from runtime.gpu_graphs import GraphRounds
         from runtime.gpu_pass import unsupported
     except ImportError:
@@ -224,7 +225,8 @@ def _graphs(
     if why is not None:
         return None, f"{stepwise} ({why})"
     positions = limits.max_seq_len + limits.slot_reserve + GRAPH_SCRATCH
-    graphs = GraphRounds(models, min(config.max_concurrency, MOST_GRAPHED), positions)
+    most = min(config.max_concurrency, MOST_GRAPHED)
+    graphs = GraphRounds(models, RoundDevice(models, most, positions), most)
     graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
     return graphs, "rounds replayed as CUDA graphs"
 

@@ -122,7 +122,8 @@ def main() -> None:
         "dtype": args.dtype, "requests": len(plain), "same": same, "parted": parted[:6],
         "rounds": [len(plain_rounds), len(fast_rounds)],
         "accept": [round(sum(s.emitted for s in r) / sum(s.batch for s in r), 4) for r in (plain_rounds, fast_rounds)],
-        "graphs": graphs.captured if graphs else 0, "capture_s": round(graphs.capture_s, 1) if graphs else 0,
+        "graphs": graphs.device.captured if graphs else 0,
+        "capture_s": round(graphs.device.capture_s, 1) if graphs else 0,
     }))  # fmt: skip
 
 

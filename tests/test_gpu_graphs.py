@@ -20,6 +20,7 @@ from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
 from tiny_models import tiny_config  # noqa: E402
 
 from runtime.engine import Engine  # noqa: E402
+from runtime.gpu_device import RoundDevice  # noqa: E402
 from runtime.gpu_graphs import GraphRounds  # noqa: E402
 from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
@@ -60,7 +61,7 @@ def engines(tmp_path: Path) -> dict[str, Engine]:
             pool.keys.fill_(torch.nan)
             pool.values.fill_(torch.nan)
         own = replace(models, cache=cache)
-        graphs = GraphRounds(own, 2, 128, chunk=64) if name == "device" else None
+        graphs = GraphRounds(own, RoundDevice(own, 2, 128, chunk=64), 2) if name == "device" else None
         made[name] = Engine(replace(loaded, models=own, graphs=graphs), config, 7)
     return made
 
