@@ -47,6 +47,21 @@ SETTLE_S = 0.25
 
 
 @dataclass(frozen=True)
+class RoundsSpec:
+    """What a rank needs beside the target's weights to play whole rounds; as in `gpu_round.GpuRound` and `Models`."""
+
+    drafter: str | None
+    block_size: int
+    draft_noise: bool
+    vocab_size: int
+    max_batch: int
+    positions: int
+    scratch: int
+    """Slots beyond the allocator's."""
+    chunk: int
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """What a rank is to be. `folder` holds the rendezvous file and the ranks' output."""
 
@@ -62,6 +77,8 @@ class RankSpec:
     threads: int
     variables: tuple[tuple[str, str], ...] = ()
     """Set in its environment before anything heavy is imported there."""
+    rounds: RoundsSpec | None = None
+    """Set where ranks play whole rounds; None: they only run the forward passes they are sent."""
 
 
 def _rank(spec: RankSpec, pipe: connection.Connection) -> None:
@@ -153,6 +170,13 @@ class Gang:
                 raise EngineLost(self.lost or "the ranks were ended")
             self._send(message)
             return self._collect([answers], b"A", STALL_S, STEP_S)[answers]
+
+    def tell(self, message: bytes) -> None:
+        """Sends `message`, which is not answered, to all ranks. Raises EngineLost."""
+        with self._lock:
+            if self.lost is not None or self._closing.is_set():
+                raise EngineLost(self.lost or "the ranks were ended")
+            self._send(message)
 
     def close(self) -> None:
         """Ends all ranks; returns when they are gone, and their files with them."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime.fused import FusedDecoder, FusedLayer, FusedStack
 from runtime.gpu_kernels import (
     SCRATCH,
+    add_sum_kernel,
     choose_kernel,
     chosen_kernel,
     combine_kernel,
@@ -26,7 +27,7 @@ from runtime.gpu_kernels import (
     tree_attention_kernel,
 )
 from runtime.kv_cache import Pool
-from runtime.linear import Linear, PlainLinear
+from runtime.linear import Linear, PlainLinear, ReducedLinear
 from runtime.round import Models
 
 MOST_ROWS = int(SCRATCH.value)
@@ -152,6 +153,8 @@ class DevicePass:
         self.head_tiles = -(-self.vocab // head_block(hidden))
         self._best = self.floats(self.head_tiles * rows)
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
+        split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
+        self._summed = self.floats(rows if split else 0, hidden)
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
@@ -159,9 +162,11 @@ class DevicePass:
     def floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
-    def call(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    def call(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool = True, **settings: Any
+    ) -> None:
         """Launches a kernel; where the device can, its start overlaps the end of the one before."""
-        kernel[grid](*args, **settings, **self._overlap)
+        kernel[grid](*args, **settings, **(self._overlap if overlap else {"PDL": False}))
 
     def embed(
         self,
@@ -294,6 +299,10 @@ class DevicePass:
     ) -> None:
         """`linear_kernel`: `norm_eps` of the norm before, `add` the product to `out`, `gain` of the norm after."""
         assert isinstance(linear, PlainLinear)
+        if isinstance(linear, ReducedLinear):
+            assert add and gain is not None
+            self._linear_over_ranks(linear, x, out, rows, gain, tap)
+            return
         weight, bias = linear.weight, linear.bias
         n, k = weight.shape
         blocks = blocks_of(rows, weight)
@@ -307,6 +316,30 @@ class DevicePass:
         )  # fmt: skip
         if gain is not None:
             self.parts = -(-n // blocks["BLOCK_N"])
+
+    def _linear_over_ranks(
+        self, linear: ReducedLinear, x: Tensor, out: Tensor, rows: int, gain: Tensor, tap: Tensor | None
+    ) -> None:
+        """`_linear` with `add` and `gain`, where each rank has a part of the product."""
+        weight, bias = linear.weight, linear.bias
+        n, k = weight.shape
+        blocks = blocks_of(rows, weight)
+        part = self._summed[:rows]
+        self.call(
+            linear_kernel, _grid(rows, n, blocks),
+            x, weight, part, self.squares, x, out, x, x, self.scaled, self.squares, x, rows, n, k, 0, 0, 0.0,
+            NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+        linear.reduce(part)
+        # The collective is no kernel of ours and tells nobody when it may be overlapped.
+        self.call(
+            add_sum_kernel, (rows,),
+            part, x if bias is None else bias, out, gain, self.scaled, self.squares,
+            x if tap is None else tap, 0 if tap is None else tap.stride(0),
+            WIDTH=n, BLOCK=pow2(n), TILES=self._tiles, BIAS=bias is not None, TAP=tap is not None,
+            num_warps=8 if n > 1024 else 4, overlap=False,
+        )  # fmt: skip
+        self.parts = 1
 
     def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
         weight = weight_of(layer.gate_up)
