@@ -1,8 +1,8 @@
 """Whole rounds played by a gang: what the parent tells its ranks, and how a rank does it.
 
 A message is `[op, moves, numbers, words]` in int64, `numbers` numbers of the operation, the moves of KV slots that
-happened since the message before (`start, count, sources`; `words` of them in all), then its arrays as bytes. All ranks get all
-messages in one order and play the same graphs, so their collectives meet; rank 0 answers.
+happened since the message before (`start, count, sources`; `words` words in all), then its arrays as bytes. All ranks
+get all messages in one order and play the same graphs, so their collectives meet; rank 0 answers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class GangDevice:
     def prompt(self, shape: PromptShape, chunk: Chunk) -> None:
         given = (*chunk.numbers, chunk.seed)
         temperature = np.asarray([chunk.temperature], dtype=np.float64)
-        self._tell(PROMPT, [*_fields(shape), *given], temperature, np.asarray(chunk.token_ids, dtype=np.int64))
+        self._tell(
+            PROMPT, [*_fields(shape), *given], temperature, np.asarray(chunk.token_ids, dtype=np.int64)
+        )
 
     def first(self) -> int:
         return int.from_bytes(self._ask(FIRST, []), "little")
@@ -124,7 +126,9 @@ class RankRounds:
         at = 0
         for part in self._host.parts():
             there = part.numpy()
-            there[...] = np.frombuffer(body, dtype=there.dtype, count=there.size, offset=at).reshape(there.shape)
+            there[...] = np.frombuffer(body, dtype=there.dtype, count=there.size, offset=at).reshape(
+                there.shape
+            )
             at += there.nbytes
 
 

@@ -1,7 +1,7 @@
 """A rank that holds its share of a dense target in fused layers, and plays whole rounds as CUDA graphs.
 
-Every rank has its heads and its columns of the MLPs, and all of embedding, head and drafter. So all ranks draft the same
-block, build the same tree and choose the same tokens from the same sums: between the layers' sums nothing has to be told
+Every rank has its heads and its columns of the MLPs, and all of embedding, head and drafter. So all ranks draft the
+same block, build the same tree and choose the same tokens from the same sums: but for these sums nothing has to be told
 to anybody, and a round with its collectives is one graph (Megatron-LM's split of a layer, two sums each).
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.drafter import load_drafter, read_drafter_config
-from runtime.fused import FusedDecoder, FusedDrafter
+from runtime.fused import FusedDecoder, FusedDrafter, head_dim_of
 from runtime.gang import RankSpec, RoundsSpec
 from runtime.gang_rounds import RankRounds
 from runtime.gang_step import FORWARD, step_of, to_bytes, unpack
@@ -35,7 +35,13 @@ class ShardTarget(TargetModel):
     """One rank's part of a dense target."""
 
     def __init__(
-        self, checkpoint: Checkpoint, rank: int, *, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        rank: int,
+        *,
+        taps: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.device, self.dtype = device, dtype
         architecture, whole = hf_config(checkpoint)
@@ -107,9 +113,8 @@ def _drafter(
 def _share(config: Any) -> Any:
     """The configuration of one rank's layers: its share of the heads."""
     mine = copy.copy(config)
-    heads = int(config.num_attention_heads)
-    mine.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    mine.num_attention_heads = heads // RANKS
+    mine.head_dim = head_dim_of(config)
+    mine.num_attention_heads = int(config.num_attention_heads) // RANKS
     mine.num_key_value_heads = int(config.num_key_value_heads) // RANKS
     return mine
 

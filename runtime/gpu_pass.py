@@ -50,15 +50,21 @@ def unsupported(models: Models) -> str | None:
     assert isinstance(decoder, FusedDecoder)
     stacks = [decoder.stack] + ([drafter.stack] if drafter is not None else [])
     for stack in stacks:
-        if stack.shape.head_dim not in (16, 32, 64, 128, 256):
-            return f"head size {stack.shape.head_dim} is no power of two from 16 to 256"
-        if any(window is not None for window in stack.shape.windows):
-            return "sliding windows"
+        why = unsupported_attention(stack.shape.head_dim, stack.shape.windows)
+        if why is not None:
+            return why
         if not all(isinstance(layer.qkv, PlainLinear) for layer in stack.layers):
             return "packed linear layers"
     if models.propose is not None:
         return "drafts come from elsewhere"
     return None
+
+
+def unsupported_attention(head_dim: int, windows: tuple[int | None, ...]) -> str | None:
+    """Why the attention kernel does not know such layers; None if it does."""
+    if head_dim not in (16, 32, 64, 128, 256):
+        return f"head size {head_dim} is no power of two from 16 to 256"
+    return None if all(window is None for window in windows) else "sliding windows"
 
 
 def weight_of(linear: Linear) -> Tensor:

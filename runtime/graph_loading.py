@@ -1,4 +1,4 @@
-"""Whether rounds are captured as CUDA graphs, and what is needed for it: in this process or on the ranks of a layout."""
+"""Whether rounds are captured as CUDA graphs, and what that takes: in this process or on the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from runtime.admission import Limits
 from runtime.config import RuntimeConfig
-from runtime.fused import fusable
+from runtime.fused import fusable, head_dim_of, windows_of
 from runtime.gang import RoundsSpec
 from runtime.gang_target import GangTarget
 from runtime.round import Models
@@ -78,7 +78,11 @@ def rank_rounds(config: RuntimeConfig, pair: Pair) -> RoundsSpec | None:
     architecture, target = hf_config(pair.checkpoint)
     if not fusable(architecture, target):
         return None
+    from runtime.gpu_pass import unsupported_attention
     from runtime.gpu_round import CHUNK
+
+    if unsupported_attention(head_dim_of(target), windows_of(target)) is not None:
+        return None
 
     drafter = pair.drafter_config
     return RoundsSpec(

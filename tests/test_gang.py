@@ -111,16 +111,14 @@ def test_prefill_tree_and_features_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_ranks_that_play_rounds_compute_what_one_process_computes(
-    targets: dict[str, Path], family: str
-) -> None:
+def test_ranks_that_play_rounds_compute_what_one_process_computes(tmp_path: Path, family: str) -> None:
     """Fused layers with split weights, as `tp2` has them on GPUs; passes sent one by one."""
     pytest.importorskip("triton", reason="triton is not installed")
-    checkpoint = open_checkpoint(str(targets[family]))
-    one = TargetModel(checkpoint, taps=TAPS, fuse=False)
+    folder = write_target(tmp_path / family, family, head_dim=16)
+    one = TargetModel(open_checkpoint(str(folder)), taps=TAPS, fuse=False)
     expected = both_passes(Passes(one, KVCache(one.geometry, None, SLOTS, CPU)))
     rounds = RoundsSpec(None, 1, False, one.vocab_size, max_batch=1, positions=128, scratch=64, chunk=64)
-    target = gang_target(targets[family], "tp2", rounds=rounds)
+    target = gang_target(folder, "tp2", rounds=rounds)
     try:
         found = both_passes(Passes(target, KVCache(target.pool, None, SLOTS, CPU)))
         assert target.gang.held[0] == target.gang.held[1] < target.gang.whole

@@ -96,8 +96,14 @@ def _ranks(loaded: Loaded, drafter: Path) -> GangTarget:
         threads=1,
         tick=lambda: None,
         rounds=RoundsSpec(
-            str(drafter), models.block_size, models.draft_noise, target.vocab_size,
-            max_batch=2, positions=128, scratch=MOST_ROWS, chunk=64,
+            str(drafter),
+            models.block_size,
+            models.draft_noise,
+            target.vocab_size,
+            max_batch=2,
+            positions=128,
+            scratch=MOST_ROWS,
+            chunk=64,
         ),  # fmt: skip
     )
     ranks.limit_vocabulary(target.vocab_size)
