@@ -168,11 +168,13 @@ class DevicePass:
     def floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
-    def call(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool = True, **settings: Any
-    ) -> None:
+    def call(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
         """Launches a kernel; where the device can, its start overlaps the end of the one before."""
-        kernel[grid](*args, **settings, **(self._overlap if overlap else {"PDL": False}))
+        kernel[grid](*args, **settings, **self._overlap)
+
+    def call_after_all(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+        """Launches a kernel that starts when what is before has ended, kernels of others too."""
+        kernel[grid](*args, **settings, PDL=False)
 
     def embed(
         self,
@@ -337,13 +339,12 @@ class DevicePass:
             NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self._tiles, **blocks,
         )  # fmt: skip
         linear.reduce(part)
-        # The collective is no kernel of ours and tells nobody when it may be overlapped.
-        self.call(
+        self.call_after_all(
             add_sum_kernel, (rows,),
             part, x if bias is None else bias, out, gain, self.scaled, self.squares,
             x if tap is None else tap, 0 if tap is None else tap.stride(0),
             WIDTH=n, BLOCK=pow2(n), TILES=self._tiles, BIAS=bias is not None, TAP=tap is not None,
-            num_warps=8 if n > 1024 else 4, overlap=False,
+            num_warps=8 if n > 1024 else 4,
         )  # fmt: skip
         self.parts = 1
 
