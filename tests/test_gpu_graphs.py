@@ -46,8 +46,9 @@ def test_nodes_are_made_into_rows_when_somebody_looks() -> None:
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[dict[str, Engine]]:
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Engine]]:
     """The same trained pair: rounds from the host, device rounds, and device rounds of two ranks."""
+    monkeypatch.setattr("runtime.gang.STEP_S", 1800.0)  # of an interpreter, beside other work
     pair = write_trained_pair(tmp_path)
     config = tiny_config(pair.target, pair.drafter, linear="plain", max_concurrency=2, max_tree_budget=16)
     loaded = load(config)
