@@ -7,6 +7,7 @@ idle. Exits 1 if one does not, 3 where the machine is busy. Stopped, it goes on 
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -59,10 +60,10 @@ async def tuned(runtime: LocalRuntime, kept: KeptRuns, number: int) -> dict[str,
     return dict(found)
 
 
-async def check(fresh: bool) -> dict[str, Any]:
+async def check(given: argparse.Namespace) -> dict[str, Any]:
     asked = {"prompts": list(PLAN.prompts), "per_block": PROMPTS_PER_BLOCK, "cut": SLOWEST}
     conditions = {"config": CONFIG.model_dump(), "max_tokens": PLAN.max_tokens, **asked}
-    kept = KeptRuns("tune", conditions, fresh)
+    kept = KeptRuns("tune", conditions, given.fresh)
     tell(f"measurements are kept in {kept.file}")
     runtime = LocalRuntime(CONFIG)
     try:
