@@ -370,29 +370,13 @@ def head_block(k: int) -> int:
 def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
     """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
 
-    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
-    which multiplies two weights at once, or "head".
+    Measured inside whole rounds, where what a kernel leaves free lets the next one start. Small weights want many
+    narrow tiles, which wait for memory side by side; large ones deep tiles. From 17 rows on tiles have 64, which is
+    what the warp group's product takes. `kind`: "gate", which multiplies two weights at once, or "head".
     """
     n, k = weight.shape
     n = n // 2 if kind == "gate" else n
-    few, large = rows <= 16, n * k >= 8_000_000
-    block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
-    warps = 8 if block_m == 128 else 4
-    if kind == "head":
-        block_n, block_k, stages = head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5
-    elif large and block_m == 128:
-        block_n, block_k, stages = 128 if n > 4096 else 64, 64, 4
-    elif large and (n <= 4096 or few or (rows <= 32 and kind != "gate")):
-        block_n, block_k, stages = 32, 256, 4
-    elif large:
-        block_n, block_k, stages = 64, 128, 4
-    elif rows > 64:
-        block_n, block_k, stages = 64 if kind == "gate" else 32, 64, 4 if kind == "gate" else 5
-    elif k <= 1024:
-        block_n, block_k, stages = 32 if few and kind == "gate" else 16, 64, 9
-        warps = 2 if few and kind != "gate" else 4
-    else:
-        block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
+    block_m, block_n, block_k, stages, warps = _tiles(rows, n, k, kind)
     # Stages were measured with two bytes an element and have to fit into shared memory with four.
     block_k = min(block_k * 2 // weight.element_size(), max(16, pow2(k)))
     return {
@@ -403,3 +387,26 @@ def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
         "num_warps": warps,
         "num_stages": stages,
     }
+
+
+def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, int]:
+    """Rows, columns, depth, stages and warps of a tile."""
+    few, large, gate = rows <= 16, n * k >= 8_000_000, kind == "gate"
+    if kind == "head":
+        block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 else 64
+        return block_m, head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5, 8 if block_m == 128 else 4
+    if large:
+        if few:
+            return (16, 64, 128, 3, 8) if gate else (16, 32, 256, 4, 4)
+        if rows >= 256:
+            return 128, 128 if n > 4096 else 64, 64, 4, 8
+        if rows > 64:
+            return (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 256, 4, 4)
+        return (64, 128, 64, 4, 4) if gate else (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 128, 6, 4)
+    if rows > 64:
+        return (64, 64, 64, 4, 4) if gate else (64, 32, 64, 5, 4)
+    if k > 1024:
+        return (16 if few else 32, 16, 256, 6, 4) if rows <= 32 else (64, 16, 128, 5, 4)
+    if few:
+        return (16, 32, 64, 9, 4) if gate else (16, 16, 64, 9, 2)
+    return (64, 32, 64, 6, 4) if n <= k else (64, 16, 64, 9, 4)
