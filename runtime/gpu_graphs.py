@@ -21,9 +21,12 @@ from runtime.gpu_round import CHUNK, ROWS, STAMPS, STOPS, GpuRound, PromptShape,
 from runtime.noise import signed_seed
 from runtime.prefill import prefill
 from runtime.round import Models, NodeTable, Played, RoundResult, SequenceRound, extend_drafter
+from runtime.sampling import Sampling
 from runtime.sequence import OutputToken, Sequence, Speculation
 
 FINISHES = (None, "stop", "length")
+MOST_KEPT = 2**31 - 1
+"""Largest top_k on the device; no vocabulary is larger."""
 RING = 3
 """Host buffers: one being read, one in flight, one to spare."""
 
@@ -60,9 +63,10 @@ class GraphRounds:
         self._stamps = [self._pinned(STAMPS, torch.int64) for _ in range(RING)]
         self._state = self._pinned(tuple(self._round.state.shape), torch.int32)
         self._seeds = self._pinned(max_batch, torch.int64)
-        self._temperature = self._pinned(max_batch, torch.float32)
+        self._odds = self._pinned((3, max_batch), torch.float32)
         self._stops = self._pinned((max_batch, STOPS), torch.int32)
-        self._prompt_state = self._pinned(6, torch.int32)
+        self._prompt_state = self._pinned(7, torch.int32)
+        self._prompt_odds = self._pinned((3, 1), torch.float32)
         self._prompt_ids = self._pinned(self._round.prefills[-1], torch.int32)
         self._first = self._pinned(1, torch.int32)
         self.capture_s = 0.0
@@ -109,6 +113,7 @@ class GraphRounds:
             noisy=noisy,
             shared=noisy and draft_noise and rows > 1,
             context=any(sequence.keeps_features for sequence in batch),
+            filtered=any(sequence.sampling.filtered for sequence in batch),
         )
 
     @torch.inference_mode()
@@ -145,7 +150,9 @@ class GraphRounds:
         sampling = sequence.sampling
         last = end == sequence.prefill_len and not sequence.num_outputs
         rows = next(size for size in sizes if size >= end - start)
-        graph = self._graph(PromptShape(rows, last, last and not sampling.greedy, drafts))
+        graph = self._graph(
+            PromptShape(rows, last, last and not sampling.greedy, drafts, last and sampling.filtered)
+        )
         if self._reading is not None:
             self._reading()
         self._prompt_state.numpy()[:] = (
@@ -155,14 +162,16 @@ class GraphRounds:
             end - start,
             end - start - 1,
             end - 1,
+            min(sampling.top_k, MOST_KEPT),
         )
+        self._prompt_odds.numpy()[:, 0] = _odds(sampling)
         self._prompt_ids.numpy()[: end - start] = sequence.token_ids[start:end]
         device = self._round
         device.prompt_state.copy_(self._prompt_state, non_blocking=True)
         device.prompt_ids[:rows].copy_(self._prompt_ids[:rows], non_blocking=True)
         if last:
             device.prompt_seed.fill_(signed_seed(sampling.seed))
-            device.prompt_temperature.fill_(0.0 if sampling.greedy else sampling.temperature)
+            device.prompt_odds.copy_(self._prompt_odds, non_blocking=True)
         self._reading = self._mark()
         graph()
         sequence.committed_len = end
@@ -254,17 +263,18 @@ class GraphRounds:
                 how.mode == "chain",
                 1,
                 block,
+                min(sequence.sampling.top_k, MOST_KEPT),
             )
             sampling = sequence.sampling
             self._seeds[row] = signed_seed(sampling.seed)
-            self._temperature[row] = 0.0 if sampling.greedy else sampling.temperature
+            self._odds.numpy()[:, row] = _odds(sampling)
             ids = sorted(sampling.stop_token_ids)
             stops[row, : len(ids)] = ids
         self._rows = list(batch)
         pairs = (
             (self._round.state, self._state),
             (self._round.seeds, self._seeds),
-            (self._round.temperature, self._temperature),
+            (self._round.odds, self._odds),
             (self._round.stops, self._stops),
         )
         for device, host in pairs:
@@ -338,11 +348,14 @@ def _unusual(sequence: Sequence) -> str | None:
         return "logprobs"
     if sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens:
         return "penalties, logit_bias or min_tokens"
-    if not sampling.greedy and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-        return "top_k, top_p or min_p"
     if len(sampling.stop_token_ids) > STOPS:
         return f"more than {STOPS} stop tokens"
     return None
+
+
+def _odds(sampling: Sampling) -> tuple[float, float, float]:
+    """Temperature (0 = greedy), top_p and min_p as the device has them."""
+    return 0.0 if sampling.greedy else sampling.temperature, sampling.top_p, sampling.min_p
 
 
 def _nothing() -> None:
