@@ -19,6 +19,7 @@ from runtime.gang_target import GangTarget
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
+from runtime.memory_plan import MemoryPlan, check_memory, graph_sizes, scratch_slots, with_peak
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 4096
 HEAD_PADDING = 1024
 """Embedding and head are padded to a multiple of at most so many rows, with or without the config saying so."""
-
-GRAPH_SCRATCH = 64
-"""Slots beyond the allocator's on a GPU, for rows that do not count: as many as a captured tree has rows."""
-MOST_GRAPHED = 32
-"""Sequences in a captured round."""
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is being done."""
@@ -64,6 +60,8 @@ class Loaded:
     """How rounds are launched and why, in words."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this pair."""
+    memory: MemoryPlan | None = None
+    """What it takes of the device's memory; None where the files did not tell, or several processes share it."""
 
     def close(self) -> None:
         """Ends what runs for the target outside of this process; memory goes with the last reference."""
@@ -137,6 +135,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         pair.dtype,
     )
     folder, drafter_config, reason = pair.drafter_path, pair.drafter_config, pair.no_drafter_reason
+    memory = check_memory(config, pair)
     try:
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
@@ -183,7 +182,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         _drafter_geometry(drafter_config, dtype) if drafter_config else None,
         limits.kv_slots,
         device,
-        scratch=GRAPH_SCRATCH if device.type == "cuda" else 0,
+        scratch=scratch_slots(device),
     )
     digest = checkpoint.digest() if checkpoint.gguf is not None else None
     block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
@@ -202,6 +201,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         threads=threads,
         target_digest=digest,
         notes=_notes(folder, digest),
+        memory=with_peak(memory, device),
         layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
 
@@ -223,8 +223,7 @@ def _graphs(
     why = unsupported(models)
     if why is not None:
         return None, f"{stepwise} ({why})"
-    positions = limits.max_seq_len + limits.slot_reserve + GRAPH_SCRATCH
-    graphs = GraphRounds(models, min(config.max_concurrency, MOST_GRAPHED), positions)
+    graphs = GraphRounds(models, *graph_sizes(config, limits))
     graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
     return graphs, "rounds replayed as CUDA graphs"
 
