@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from runtime.fused import FusedDecoder, FusedLayer, FusedStack
+from runtime.gpu_heads import choose_kernel, chosen_kernel, filter_kernel
 from runtime.gpu_kernels import (
     SCRATCH,
     add_sum_kernel,
-    choose_kernel,
-    chosen_kernel,
     combine_kernel,
     context_store_kernel,
     embed_kernel,
@@ -34,6 +33,9 @@ MOST_ROWS = int(SCRATCH.value)
 PROGRAMS = 132
 """Programs a kernel should have at least: one for each multiprocessor of an H100 or H200."""
 KV_BLOCK = 64
+FILTERED_ROWS = 256
+"""Rows whose scores are stored at a time, where a choice is filtered."""
+FILTER_BLOCK = 8192
 
 
 def pow2(count: int) -> int:
@@ -92,6 +94,16 @@ class Rows:
     @property
     def total(self) -> int:
         return self.batch * self.each
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Filters of the sequences of a pass, `[batch]` each, and how many of their rows are chosen from."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    size: Tensor
 
 
 class DeviceStack:
@@ -161,6 +173,7 @@ class DevicePass:
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
         split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
         self._summed = self.floats(rows if split else 0, hidden)
+        self._stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
@@ -217,25 +230,36 @@ class DevicePass:
 
     def choose(
         self, total: int, chosen: Tensor, noise: Tensor, temperature: Tensor, depths: Tensor,
-        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None,
+        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None, filters: Filters | None = None,
     ) -> None:  # fmt: skip
         """The target's choice after each of `total` rows, or of rows `gather`, into `chosen`.
 
-        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together.
+        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together. With `filters`
+        whole sequences are taken at a time, as many as there is room for their scores.
         """
-        weight = weight_of(self.decoder.head)
-        width = int(weight.shape[1])
-        blocks = blocks_of(total, weight, "head")
-        tiles = self.head_tiles
-        self.call(
-            choose_kernel, (tiles, -(-total // blocks["BLOCK_M"])),
-            self.scaled, weight, self.squares, noise, temperature, depths, chosen if gather is None else gather,
-            self._best, self._best_ids, total, rows, noise_rows, self.vocab, width, self.parts, self.target.shape.eps,
-            NOISY=noisy, GATHER=gather is not None, TILES=self._tiles, **blocks,
-        )  # fmt: skip
-        self.call(
-            chosen_kernel, (total,), self._best, self._best_ids, chosen, total, tiles, TILES_P2=pow2(tiles)
-        )
+        weight, vocab, tiles = weight_of(self.decoder.head), self.vocab, self.head_tiles
+        portion = total if filters is None else rows * max(1, self._stored.shape[0] // rows)
+        for first in range(0, total, portion):
+            count, b = min(portion, total - first), first // rows
+            draws = noise[b * noise_rows * vocab :], temperature[b:]
+            at, out = depths[first:], chosen[first:]
+            blocks = blocks_of(count, weight, "head")
+            self.call(
+                choose_kernel, (tiles, -(-count // blocks["BLOCK_M"])),
+                self.scaled[first:], weight, self.squares[first * self._tiles :], *draws, at,
+                chosen if gather is None else gather, self._best if filters is None else self._stored, self._best_ids,
+                count, rows, noise_rows, vocab, weight.shape[1], self.parts, self.target.shape.eps,
+                NOISY=noisy, GATHER=gather is not None, STORED=filters is not None, TILES=self._tiles, **blocks,
+            )  # fmt: skip
+            if filters is None:
+                best = self._best, self._best_ids
+                self.call(chosen_kernel, (count,), *best, out, count, tiles, TILES_P2=pow2(tiles))
+                continue
+            self.call(
+                filter_kernel, (count,),
+                self._stored, *draws, filters.top_k[b:], filters.top_p[b:], filters.min_p[b:], filters.size[b:],
+                at, out, rows, noise_rows, vocab, BLOCK=min(FILTER_BLOCK, pow2(vocab)), num_warps=16,
+            )  # fmt: skip
 
     def extend_context(
         self,
