@@ -1,0 +1,368 @@
+"""Layouts of two ranks beside one: the same logits, features and tokens (`parity`), and what they take (`speed`).
+
+Logits are judged against transformers' own modules in one process. A pipeline has to give the same bits, and so has
+expert parallelism where a token goes to two experts at most; tensor parallelism has to be within 1e-4 in float32, and
+in bfloat16 every likeliest token has to be the one of one process or a near-tie there.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_bench import Arm, Taken, take
+from torch import Tensor
+
+from runtime.attention import Segment, Step, causal_mask
+from runtime.config import RuntimeConfig, validate
+from runtime.engine import Engine
+from runtime.kv_cache import Extent, KVCache
+from runtime.loader import load
+from runtime.models import Checkpoint, open_checkpoint
+from runtime.native_layouts import label
+from runtime.prompt_sets import mixed_prompts
+from runtime.target import TargetModel
+from runtime.verify import VerifyPlan, compare, run_verify  # noqa: F401
+
+Tell = Callable[..., None]
+DENSE, MIXED = ("single", "tp2", "pp2"), ("single", "tp2", "ep2", "pp2", "tp2ep2")
+PARENTS, DEPTHS, KEPT = (0, 0, 0, 1, 2, 2, 5, 6), (0, 1, 1, 2, 2, 2, 3, 4), [0, 2, 5, 6]
+"""A tree of eight nodes, and the path of it that is kept."""
+PROMPT = 96
+LEAST_TOKENS, MOST_TOKENS = 8, 128
+TREES: tuple[Arm, ...] = (("tree", 15), ("tree", 31), ("tree", 63))
+ALL: tuple[Arm, ...] = (("off", 0), ("chain", 0), *TREES)
+OFF: tuple[Arm, ...] = (("off", 0),)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter; `name` is what evidence calls it."""
+
+    name: str
+    model: str
+    drafter: str
+    real: bool
+    """Its drafter was trained for it."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.model, allow_fetch=True)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        return MIXED if self.checkpoint.config.get("num_experts") else DENSE
+
+
+@dataclass
+class Engines:
+    """Engines by pair, layout and whether they draft, each built when it is first asked for and kept."""
+
+    settings: dict[str, Any]
+    tell: Tell
+    built: dict[tuple[str, str, bool], Engine] = field(default_factory=dict)
+
+    def of(self, pair: Pair, layout: str, drafts: bool) -> Engine | None:
+        """None where it did not come up, which is told."""
+        key = (pair.name, layout, drafts)
+        if key not in self.built:
+            began = time.perf_counter()
+            drafter = pair.drafter if drafts else "none"
+            config = validate({**self.settings, "model": pair.model, "drafter": drafter, "layout": layout})
+            try:
+                loaded = load(config)
+            except Exception as error:  # the other layouts are still worth measuring
+                self.tell(kind="failed", model=pair.name, layout=layout, error=f"{type(error).__name__}: {error}")
+                return None
+            self.built[key] = Engine(loaded, config, 31)
+            self.tell(
+                kind="loaded", model=pair.name, layout=layout, drafts=drafts, s=round(time.perf_counter() - began, 2),
+                words=loaded.layout, rounds_by=loaded.rounds, linear=loaded.linear,
+            )  # fmt: skip
+        return self.built[key]
+
+    def close(self, but: Sequence[tuple[str, str, bool]] = ()) -> None:
+        """Ends all engines but some; their memory goes with them."""
+        for key in [key for key in self.built if key not in but]:
+            self.built.pop(key).loaded.close()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def prompts_of(pair: Pair, count: int, below: int) -> list[dict[str, Any]]:
+    """`count` prompts: bundled texts for a real pair, else token ids."""
+    if pair.real:
+        texts = mixed_prompts(-(-count // 3))
+        return [texts[i % len(texts)] for i in range(count)]
+    draws = random.Random(0)
+    return [{"prompt_token_ids": tuple(draws.choices(range(below - 1), k=PROMPT))} for _ in range(count)]
+
+
+@torch.inference_mode()
+def passes(target: TargetModel, cache: KVCache) -> list[Tensor]:
+    """Logits and features of a prompt, of a tree behind it, and of two tokens behind its kept path."""
+    extent = cache.allocate(PROMPT + 16)
+    assert extent is not None, "an idle engine has slots"
+    below = min(target.vocab_size - 1, 40_000)
+    draws = random.Random(1)
+    found: list[Tensor] = []
+
+    def run(count: int, prefix: int, positions: Tensor, mask: Tensor) -> None:
+        here = target.device
+        ids = torch.tensor(draws.choices(range(below), k=count), device=here)
+        positions = positions.to(here)
+        step = Step.of(cache.target, [Segment(extent.start, prefix, count, mask.to(here), positions)])
+        output = target.forward(ids, positions, step)
+        found.append(target.logits(output.hidden))
+        if output.features is not None:
+            found.append(output.features)
+
+    cpu = torch.device("cpu")
+    mask = torch.eye(len(PARENTS), dtype=torch.bool)
+    for node, parent in enumerate(PARENTS[1:], start=1):
+        mask[node] |= mask[parent]
+    try:
+        run(PROMPT, 0, torch.arange(PROMPT), causal_mask(PROMPT, cpu))
+        run(len(PARENTS), PROMPT, PROMPT + torch.tensor(DEPTHS), mask)
+        cache.keep_path(Extent(extent.start, extent.size), PROMPT, KEPT)
+        behind = PROMPT + len(KEPT)
+        run(2, behind, torch.arange(behind, behind + 2), causal_mask(2, cpu))
+    finally:
+        cache.free(extent)
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process computes, and how far apart it is from itself with other row counts."""
+
+    outputs: list[Tensor]
+    tau: float
+
+
+@torch.inference_mode()
+def one_process(pair: Pair, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Expected:
+    """The reference: transformers' modules in this process, on the first device."""
+    target = TargetModel(pair.checkpoint, taps=taps, dtype=dtype, device=device, fuse=False)
+    target.limit_vocabulary(pair.checkpoint.load_tokenizer().vocab_size)
+    cache = KVCache(target.geometry, None, 2 * PROMPT, device)
+    ids = torch.tensor(random.Random(2).choices(range(min(target.vocab_size - 1, 40_000)), k=64), device=device)
+
+    def logits(rows: int) -> Tensor:
+        parts = []
+        for at in range(0, len(ids), rows):
+            positions = torch.arange(at, at + rows, device=device)
+            segment = Segment(0, at, rows, causal_mask(rows, device), positions)
+            step = Step.of(cache.target, [segment])
+            parts.append(target.logits(target.forward(ids[at : at + rows], positions, step).hidden))
+        return torch.cat(parts)
+
+    gaps = (logits(1) - logits(32)).abs().flatten().float().sort().values
+    tau = 2 * float(gaps[int(0.999 * (len(gaps) - 1))]) if dtype != torch.float32 else 1e-2
+    return Expected(passes(target, cache), tau)
+
+
+def parity(
+    pairs: Sequence[Pair], engines: Engines, tokens: int, budgets: tuple[int, ...], left: Callable[[], float], tell: Tell
+) -> None:  # fmt: skip
+    """Every pair in every layout it can have; `left` says how many seconds there still are."""
+    for pair in pairs:
+        device = torch.device(engines.settings["device"])
+        dtype = getattr(torch, engines.settings["dtype"])
+        first = engines.of(pair, "single", True)
+        if first is None or left() < 0:
+            return
+        drafter = first.models.drafter
+        taps = drafter.config.target_layer_ids if drafter is not None else ()
+        expected = one_process(pair, taps, dtype, device)
+        for layout in pair.layouts:
+            if left() < 0:
+                tell(kind="stopped", model=pair.name, layout=layout)
+                return
+            engine = engines.of(pair, layout, True)
+            if engine is None:
+                continue
+            about = {"model": pair.name, "layout": layout, "dtype": engines.settings["dtype"]}
+            if layout != "single":
+                found = passes(engine.models.target, engine.models.cache)
+                tell(kind="outputs", **about, **judged(pair, layout, dtype, expected, found))
+            tell(kind="tokens", **about, **same_text(pair, engine, tokens, budgets))
+            if layout != "single":
+                engines.close(but=[key for key in engines.built if key[1] == "single"])
+        engines.close()
+
+
+def judged(
+    pair: Pair, layout: str, dtype: torch.dtype, expected: Expected, found: list[Tensor]
+) -> dict[str, Any]:
+    """How far a layout's logits and features are from those of one process, and whether that is in order."""
+    gap = max(float((a.float() - b.float()).abs().max()) for a, b in zip(found, expected.outputs, strict=True))
+    equal = all(torch.equal(a, b) for a, b in zip(found, expected.outputs, strict=True))
+    config = pair.checkpoint.config
+    exact = layout == "pp2" or (layout == "ep2" and int(config.get("num_experts_per_tok") or 0) <= 2)
+    places = ties = wrong = 0
+    largest = 0.0
+    width = expected.outputs[0].shape[-1]
+    for mine, theirs in zip(found, expected.outputs, strict=True):
+        if mine.shape[-1] != width:
+            continue
+        largest = max(largest, float((mine - theirs).abs().max()))
+        best, choice = theirs.max(-1)
+        margins = best - theirs.gather(-1, mine.argmax(-1, keepdim=True)).squeeze(-1)
+        differ = mine.argmax(-1) != choice
+        places += len(choice)
+        ties += int((differ & (margins <= expected.tau)).sum())
+        wrong += int((differ & (margins > expected.tau)).sum())
+    within = gap <= 1e-4 if dtype == torch.float32 else not wrong
+    return {
+        "ok": equal if exact else within, "exact": equal, "has_to_be_exact": exact, "max_gap": gap,
+        "logits_gap": largest, "tau": expected.tau, "positions": places, "near_ties": ties, "beyond": wrong,
+    }  # fmt: skip
+
+
+def same_text(pair: Pair, engine: Engine, tokens: int, budgets: tuple[int, ...]) -> dict[str, Any]:
+    """Texts of chain and trees against plain decoding in one layout, by teacher forcing where they differ."""
+    prompts = prompts_of(pair, 3, engine.models.target.vocab_size)
+    plan = VerifyPlan(engine.config, temperatures=(0.0, 0.7), max_tokens=tokens)
+    report = compare(engine, plan, prompts, budgets)
+    accept = take(engine, prompts[:1], ("tree", budgets[-1]), 0.0, 1, tokens)
+    worst = max((each.margin for each in (*report.divergences, *report.near_ties)), default=0.0)
+    return {
+        "ok": report.exit_code == 0, "texts": report.texts, "identical": report.identical, "tokens": report.tokens,
+        "near_ties": len(report.near_ties), "near_ties_allowed": report.allowed_near_ties,
+        "divergences": len(report.divergences), "worst_margin": round(worst, 4),
+        "tau": round(max((each.tau for each in report.near_ties), default=0.0), 4),
+        "accept_length": round(accept.decoded / max(accept.sequence_rounds, 1), 3), "verdict": report.verdict,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that are measured in turn: every layout with every arm."""
+
+    pair: Pair
+    drafts: bool
+    arms: tuple[Arm, ...]
+    concurrency: int
+
+
+@dataclass
+class Cell:
+    """One layout with one arm: how many tokens a request gets, and what was measured."""
+
+    layout: str
+    engine: Engine
+    arm: Arm
+    tokens: int = LEAST_TOKENS
+    taken: list[Taken] = field(default_factory=list)
+
+
+def speed_groups(default: Pair, dense: Pair, mixed: Pair) -> Iterator[Group]:
+    """What is measured, the most wanted first."""
+    yield Group(dense, False, OFF, 1)
+    yield Group(default, True, ALL, 1)
+    yield Group(mixed, False, OFF, 1)
+    yield Group(dense, True, ALL[1:], 1)
+    for concurrency in (8, 32):
+        yield Group(dense, False, OFF, concurrency)
+        yield Group(default, True, ALL, concurrency)
+        yield Group(mixed, False, OFF, concurrency)
+    for concurrency in (8, 32):
+        yield Group(dense, True, ALL[1:], concurrency)
+
+
+def speed(
+    groups: Iterator[Group], engines: Engines, cell_s: float, n: int, left: Callable[[], float], tell: Tell
+) -> None:
+    """Measures group after group; a cell takes about `cell_s` seconds for `n` repetitions, each of its own prompts."""
+    for group in groups:
+        if left() < 0:
+            tell(kind="stopped", model=group.pair.name, concurrency=group.concurrency)
+            return
+        cells = []
+        for layout in group.pair.layouts:
+            engine = engines.of(group.pair, layout, group.drafts)
+            cells += [Cell(layout, engine, arm) for arm in group.arms if engine is not None]
+        for cell in cells:
+            _rehearse(group, cell, cell_s / n)
+        for turn in range(n):
+            if left() < 0 and turn:
+                break
+            for cell in cells[turn % len(cells) :] + cells[: turn % len(cells)]:
+                cell.taken.append(_take(group, cell, turn))
+        for cell in cells:
+            tell(kind="cell", **_figures(group, cell))
+
+
+def _rehearse(group: Group, cell: Cell, pass_s: float) -> None:
+    """Captures and compiles what is needed, and finds how many tokens a pass of `pass_s` seconds gives."""
+    _take(group, cell, 0)
+    taken = _take(group, cell, 1)
+    step_s = statistics.median(seconds for seconds, _ in taken.steps) if taken.steps else taken.seconds
+    accept = taken.decoded / max(taken.sequence_rounds, 1)
+    cell.tokens = int(min(max(pass_s / step_s * accept, LEAST_TOKENS), MOST_TOKENS))
+
+
+def _take(group: Group, cell: Cell, turn: int) -> Taken:
+    count = group.concurrency
+    every = prompts_of(group.pair, count * 16, cell.engine.models.target.vocab_size)
+    at = turn * count % len(every)
+    return take(cell.engine, every[at : at + count], cell.arm, 0.0, count, cell.tokens)
+
+
+def _figures(group: Group, cell: Cell) -> dict[str, Any]:
+    """Medians and spread over the repetitions; tok/s while nothing is prefilled."""
+    pair, engine = group.pair, cell.engine
+    speeds = [sum(t for _, t in each.steps) / sum(s for s, _ in each.steps) for each in cell.taken]
+    rounds = [statistics.median(s for s, _ in each.steps) * 1e3 for each in cell.taken]
+    window = [each.tokens / each.seconds for each in cell.taken]
+    decoded, played = (sum(getattr(each, name) for each in cell.taken) for name in ("decoded", "sequence_rounds"))
+    prompt = PROMPT if not pair.real else None
+    return {
+        "model": pair.name, "layout": cell.layout, "label": label(cell.layout, pair.checkpoint.config),
+        "mode": cell.arm[0], "tree_budget": cell.arm[1], "concurrency": group.concurrency,
+        "drafter": "none" if not group.drafts else "trained" if pair.real else "random",
+        "tok_s": round(statistics.median(speeds), 2), "tok_s_spread": [round(f(speeds), 2) for f in (min, max)],
+        "ms_round": round(statistics.median(rounds), 4), "ms_round_spread": [round(f(rounds), 4) for f in (min, max)],
+        "window_tok_s": round(statistics.median(window), 2), "accept_length": round(decoded / max(played, 1), 3),
+        "tokens": cell.tokens, "context": None if prompt is None else prompt + cell.tokens // 2,
+        "n": len(cell.taken), "dtype": engine.config.dtype, "graphs": engine.loaded.graphs is not None,
+        "rounds_by": engine.loaded.rounds, "words": engine.loaded.layout, "temperature": 0.0,
+    }  # fmt: skip
+
+
+def settings_for(device: str, dtype: str, tiny: bool) -> dict[str, Any]:
+    """Configuration of every engine here."""
+    made: dict[str, Any] = {
+        "device": device, "dtype": dtype, "max_concurrency": 32, "max_queue": 10_000, "prefix_reuse": False,
+        "max_tree_budget": 63, "tree_budget": 31, "prefill_chunk": 2048, "max_seq_len": 1024, "kv_slots": 24_000,
+        "top_k": 0, "top_p": 1.0,
+    }  # fmt: skip
+    if tiny:
+        made |= {"threads": 1, "linear": "plain", "max_seq_len": 512, "kv_slots": 16_384}
+    return made
+
+
+def real_pair(model: str, drafter: str | None) -> Pair:
+    """The default pair, by name or as files."""
+    from runtime.models import DEFAULT_MODEL, shipped_drafter
+
+    found = drafter or str(shipped_drafter(DEFAULT_MODEL))
+    return Pair(DEFAULT_MODEL, model, found, True)
+
+
+def random_pair(name: str, root: Path, device: torch.device) -> Pair:
+    from gpu_random import write_pair
+
+    target, drafter = write_pair(name, root, device)
+    return Pair(name, str(target), str(drafter), False)
+
+
+def config_of(pair: Pair, settings: dict[str, Any], **changes: Any) -> RuntimeConfig:
+    return validate({**settings, "model": pair.model, "drafter": pair.drafter, **changes})
