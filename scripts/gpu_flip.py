@@ -41,9 +41,7 @@ class Stream:
 
     @property
     def request(self) -> GenerateRequest:
-        sampling = SamplingParams(
-            max_tokens=self.tokens, temperature=TEMPERATURE, seed=SEED, ignore_eos=True
-        )
+        sampling = SamplingParams(max_tokens=self.tokens, temperature=TEMPERATURE, seed=SEED, ignore_eos=True)
         return GenerateRequest(**PROMPT, sampling=sampling, reuse_prefix=False)
 
     def start(self) -> None:
@@ -62,7 +60,9 @@ class Stream:
         deadline = time.monotonic() + 90
         while self.count < tokens:
             if self.end is not None or time.monotonic() > deadline:
-                ended = f"{self.end.reason} ({self.end.error})" if self.end is not None else "nothing for 90 s"
+                ended = (
+                    f"{self.end.reason} ({self.end.error})" if self.end is not None else "nothing for 90 s"
+                )
                 raise RuntimeError(f"the stream gave {self.count} of {tokens} tokens: {ended}")
             await asyncio.sleep(0.002)
 
@@ -81,7 +81,7 @@ class Stream:
 
 
 def used_bytes(device: str) -> list[int]:
-    """Memory in use: of each GPU as its driver says; without one, resident bytes of this process and its children."""
+    """Memory in use: of each GPU as its driver says; without one, resident bytes of this process."""
     if device == "cuda":
         import pynvml
 
@@ -90,8 +90,7 @@ def used_bytes(device: str) -> list[int]:
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
     import psutil
 
-    me = psutil.Process()
-    return [sum(each.memory_info().rss for each in (me, *me.children(recursive=True)))]
+    return [psutil.Process().memory_info().rss]
 
 
 async def memory_back(device: str, before: list[int], spare: int) -> tuple[bool, list[int], float]:
@@ -112,6 +111,11 @@ def ranks_of(runtime: LocalRuntime) -> tuple[int, ...]:
     return gang.pids if gang is not None else ()
 
 
+def device_of(runtime: LocalRuntime) -> str:
+    assert runtime._engine is not None
+    return str(runtime._engine.models.target.device.type)
+
+
 def there(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -125,9 +129,11 @@ async def change(runtime: LocalRuntime, layout: str) -> Any:
     return await runtime.apply({"layout": layout}, plan.revision)
 
 
-async def judge(runtime: LocalRuntime, config: RuntimeConfig, end: RequestFinished) -> dict[str, Any]:
+async def judge(runtime: LocalRuntime, end: RequestFinished) -> dict[str, Any]:
     """The stream's text against the same request undisturbed in the layout in force."""
     from runtime.verify import Place, Tally, VerifyPlan
+
+    config = runtime.config
 
     alone = Stream(runtime, len(end.token_ids))
     alone.start()
@@ -163,13 +169,9 @@ async def _warm(runtime: LocalRuntime) -> None:
     await stream.task
 
 
-async def flips(config: RuntimeConfig, layouts: tuple[str, ...], most: int, spare: int, tell: Tell) -> None:
+async def flips(runtime: LocalRuntime, layouts: tuple[str, ...], most: int, spare: int, tell: Tell) -> None:
     """One process -> `layouts` -> one process while a stream of at most `most` tokens runs."""
-    runtime = LocalRuntime(config)
-    await runtime.wait_ready()
-    device = runtime._engine.models.target.device.type if runtime._engine else "cpu"
-    await _warm(runtime)
-    before = used_bytes(device)
+    before = used_bytes(device_of(runtime))
     stream = Stream(runtime, most)
     stream.start()
     await stream.reach(EVERY)
@@ -184,24 +186,21 @@ async def flips(config: RuntimeConfig, layouts: tuple[str, ...], most: int, spar
             at_token=at, ok=report.failure is None and report.carried == 1,
         )  # fmt: skip
     end = await stream.stop()
-    text = await judge(runtime, config, end)
-    back, above, waited = await memory_back(device, before, spare)
+    text = await judge(runtime, end)
+    back, above, waited = await memory_back(device_of(runtime), before, spare)
     left = [pid for pid in pids if there(pid)]
     tell(
         kind="flips", **text, longest_gap_s=round(stream.longest_gap_s, 3), continued=end.stats.continued,
         memory_back=back, mib_above=above, memory_after_s=waited, processes_left=len(left),
         ok=text["text_ok"] and back and not left,
     )  # fmt: skip
-    await runtime.aclose()
 
 
-async def kills(config: RuntimeConfig, cases: tuple[tuple[str, int], ...], most: int, spare: int, tell: Tell) -> None:
+async def kills(
+    runtime: LocalRuntime, cases: tuple[tuple[str, int], ...], most: int, spare: int, tell: Tell
+) -> None:
     """SIGKILL of a rank in the middle of a step, by layout and rank: how soon it is seen, and what serves then."""
-    runtime = LocalRuntime(config)
-    await runtime.wait_ready()
-    device = runtime._engine.models.target.device.type if runtime._engine else "cpu"
-    await _warm(runtime)
-    before = used_bytes(device)
+    before = used_bytes(device_of(runtime))
     for layout, rank in cases:
         report = await change(runtime, layout)
         if report.failure is not None:
@@ -211,23 +210,25 @@ async def kills(config: RuntimeConfig, cases: tuple[tuple[str, int], ...], most:
         stream.start()
         await stream.reach(EVERY)
         assert runtime._engine is not None
-        gang, pids = runtime._engine.models.target.gang, ranks_of(runtime)  # type: ignore[attr-defined]
+        gang: Any = runtime._engine.models.target.gang  # type: ignore[attr-defined]
+        pids = ranks_of(runtime)
         killed = time.monotonic()
         os.kill(pids[rank], signal.SIGKILL)
         while gang.lost is None:
             await asyncio.sleep(0.0005)
-        seen = time.monotonic()
-        at = stream.count
-        while (status := await runtime.status()).state is not EngineState.DEGRADED:
-            if status.state is EngineState.FAILED or time.monotonic() - seen > 120:
+        seen, at = time.monotonic(), stream.count
+        status = await runtime.status()
+        while status.state is not EngineState.DEGRADED and time.monotonic() < seen + 120:
+            if status.state is EngineState.FAILED:
                 break
             await asyncio.sleep(0.005)
+            status = await runtime.status()
         serving = time.monotonic()
         await stream.reach(at + EVERY)
         streaming = next((each for each in stream.times if each > seen), time.monotonic())
         end = await stream.stop()
-        text = await judge(runtime, config, end)
-        back, above, waited = await memory_back(device, before, spare)
+        text = await judge(runtime, end)
+        back, above, waited = await memory_back(device_of(runtime), before, spare)
         left = [pid for pid in pids if there(pid)]
         tell(
             kind="kill", layout=layout, rank=rank, cause=gang.lost, seen_s=round(seen - killed, 3),
@@ -235,4 +236,14 @@ async def kills(config: RuntimeConfig, cases: tuple[tuple[str, int], ...], most:
             state=status.state.value, **text, memory_back=back, mib_above=above, memory_after_s=waited,
             processes_left=len(left), ok=text["text_ok"] and back and not left and seen - killed < 2,
         )  # fmt: skip
-    await runtime.aclose()
+
+
+async def with_runtime(config: RuntimeConfig, work: Callable[[LocalRuntime], Any]) -> None:
+    """Runs `work` on a runtime that has served one request, and closes it whatever happens."""
+    runtime = LocalRuntime(config)
+    try:
+        await runtime.wait_ready()
+        await _warm(runtime)
+        await work(runtime)
+    finally:
+        await runtime.aclose()

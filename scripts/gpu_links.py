@@ -1,7 +1,7 @@
 """What joins two GPUs: topology, copies, collectives by size, as figures for a layout's hardware profile.
 
 Each sample of a collective is several of them one after the other, so that a rank which comes late costs little. Times
-are the device's own where there is one. `graph`: the same calls captured once and replayed, as a decoding step has them.
+are the device's own where there is one. `graph`: the same calls captured once and replayed, as in a decoding step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random pairs in the sizes of real ones, written as folders in seconds: weights are drawn on the device.
+"""The pairs that layouts are tried with: the default one, and random ones in real sizes, written in seconds.
 
 A few *frequent* tokens have rows in the head ten times the size of the others, so that a text keeps to them whatever
 the context, while the layers decide which one comes next. So a random drafter, which has the target's head, is right
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.models import DEFAULT_MODEL, Checkpoint, open_checkpoint, shipped_drafter
+from runtime.prompt_sets import mixed_prompts
+
 SPREAD = 3.0
 """Standard deviation of the logits of frequent tokens."""
 RARE = 0.1
@@ -28,6 +32,9 @@ FREQUENT = 16
 SHARP = 3.0
 """Weights of the norms of queries and keys multiply to this, so that attention is about something."""
 WRITERS = 8
+PROMPT = 96
+"""Tokens of a prompt for a random pair."""
+DENSE, MIXED = ("single", "tp2", "pp2"), ("single", "tp2", "ep2", "pp2", "tp2ep2")
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 Draw = Callable[[], Tensor]
 
@@ -86,6 +93,45 @@ DIMENSIONS = {
 """By the name of the folder, which evidence knows the model by."""
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter; `name` is what evidence calls it."""
+
+    name: str
+    model: str
+    drafter: str
+    real: bool
+    """Its drafter was trained for it."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.model, allow_fetch=True)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        return MIXED if self.checkpoint.config.get("num_experts") else DENSE
+
+
+def real_pair(model: str, drafter: str | None) -> Pair:
+    """The default pair, by name or as files."""
+    found = drafter or str(shipped_drafter(DEFAULT_MODEL))
+    return Pair(DEFAULT_MODEL, model, found, True)
+
+
+def random_pair(name: str, root: Path, device: torch.device) -> Pair:
+    target, drafter = write_pair(name, root, device)
+    return Pair(name, str(target), str(drafter), False)
+
+
+def prompts_of(pair: Pair, count: int, below: int) -> list[dict[str, Any]]:
+    """`count` prompts: bundled texts for a real pair, else token ids."""
+    if pair.real:
+        texts = mixed_prompts(-(-count // 3))
+        return [texts[i % len(texts)] for i in range(count)]
+    draws = random.Random(0)
+    return [{"prompt_token_ids": tuple(draws.choices(range(below - 1), k=PROMPT))} for _ in range(count)]
+
+
 @torch.inference_mode()
 def write_pair(name: str, root: Path, device: torch.device) -> tuple[Path, Path]:
     """Folders of target and drafter below `root`, made unless they are there; weights in bfloat16."""
@@ -98,12 +144,14 @@ def write_pair(name: str, root: Path, device: torch.device) -> tuple[Path, Path]
 
 
 def roomy_folder(need: int) -> Path:
-    """A folder in memory with `need` bytes free, made larger where that is allowed; else the one for temporary files."""
+    """A folder in memory with `need` bytes free, made larger where that is allowed; else one for temporary files."""
     shared = Path("/dev/shm")
     if shared.is_dir() and free_bytes(shared) < need:
         resize = ["mount", "-o", f"remount,size={2 * need}", str(shared)]
         subprocess.run(resize, check=False, stderr=subprocess.DEVNULL)
-    base = shared if shared.is_dir() and free_bytes(shared) >= need else Path(os.environ.get("TMPDIR", "/tmp"))
+    base = (
+        shared if shared.is_dir() and free_bytes(shared) >= need else Path(os.environ.get("TMPDIR", "/tmp"))
+    )
     return base / "ddtree-two"
 
 
@@ -196,3 +244,5 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(template), encoding="utf-8")

@@ -65,15 +65,19 @@ def about(device: str, dtype: str) -> dict[str, Any]:
     import transformers
 
     found: dict[str, Any] = {
-        "kind": "about", "device": device, "dtype": dtype, "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kind": "about", "device": device, "dtype": dtype, "gpus": [],
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "commit": os.environ.get("DDTREE_COMMIT"), "gpus": [],
+        "commit": os.environ.get("DDTREE_COMMIT"),
     }  # fmt: skip
     if device == "cuda":
         import triton
 
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["versions"] |= {"triton": triton.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found["versions"] |= {
+            "triton": triton.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     return found
 
 
@@ -85,31 +89,39 @@ def run_step(step: str, args: argparse.Namespace, lines: Lines, clock: Clock) ->
         run_links(args.device, args.most, lines)
         return
     import torch
-    from gpu_layouts import Engines, config_of, parity, real_pair, settings_for, speed, speed_groups
+    from gpu_layouts import Engines, config_of, parity, settings_for, speed, speed_groups
+    from gpu_random import real_pair
 
     device = torch.device(args.device)
     settings = settings_for(args.device, args.dtype, args.tiny)
     if step in ("flip", "kill"):
-        from gpu_flip import flips, kills
+        from gpu_flip import flips, kills, with_runtime
 
         pair = random_named(args.dense, args) if args.tiny else real_pair(args.model, args.drafter)
         changes = {
             "rebuild_drain": 0.0, "rebuild_ahead": False, "max_seq_len": 8192, "max_concurrency": 2, "kv_slots": None,
             "mode": "tree", "tree_budget": 15,
         }  # fmt: skip
-        config = config_of(pair, settings, **changes)
         spare = SPARE if device.type == "cuda" else SPARE_RESIDENT
-        if step == "flip":
-            work = flips(config, ("tp2", "pp2"), args.stream, spare, lines)
-        else:
-            work = kills(config, (("tp2", 1), ("pp2", 0)), args.stream, spare, lines)
-        asyncio.run(asyncio.wait_for(work, max(clock.left(), 60)))
+
+        async def work(runtime: Any) -> None:
+            if step == "flip":
+                await flips(runtime, ("tp2", "pp2"), args.stream, spare, lines)
+            else:
+                await kills(runtime, (("tp2", 1), ("pp2", 0)), args.stream, spare, lines)
+
+        limited = asyncio.wait_for(
+            with_runtime(config_of(pair, settings, **changes), work), max(clock.left(), 60)
+        )
+        asyncio.run(limited)
         return
     engines = Engines(settings, lines)
     try:
         default = random_named(args.dense, args) if args.tiny else real_pair(args.model, args.drafter)
         if step == "parity":
-            pairs = [default] + [random_named(name, args) for name in (args.moe, args.dense) if name != default.name]
+            pairs = [default] + [
+                random_named(name, args) for name in (args.moe, args.dense) if name != default.name
+            ]
             parity(pairs, engines, args.tokens, tuple(args.budgets), clock.left, lines)
         else:
             groups = speed_groups(default, random_named(args.dense, args), random_named(args.moe, args))
@@ -121,8 +133,7 @@ def run_step(step: str, args: argparse.Namespace, lines: Lines, clock: Clock) ->
 def random_named(name: str, args: argparse.Namespace) -> Any:
     """A random pair, in the folder of all of them."""
     import torch
-    from gpu_layouts import random_pair
-    from gpu_random import roomy_folder
+    from gpu_random import random_pair, roomy_folder
 
     root = args.models or roomy_folder(32 * GIB if args.device == "cuda" else GIB)
     return random_pair(name, root, torch.device(args.device))
@@ -137,17 +148,23 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480.0, help="starts nothing after so many seconds")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=None)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="the default pair's target, or its GGUF")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="the default pair's target, or its GGUF"
+    )
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--dense", default=None, help="a name of gpu_random.DIMENSIONS")
     parser.add_argument("--moe", default=None, help="the same, of a mixture of experts")
     parser.add_argument("--models", type=Path, default=None, help="folder for random pairs")
-    parser.add_argument("--tiny", action="store_true", help="dry run: random pairs of some kilobytes everywhere")
+    parser.add_argument(
+        "--tiny", action="store_true", help="dry run: random pairs of some kilobytes everywhere"
+    )
     parser.add_argument("--most", type=int, default=64 << 20, help="links: largest message, bytes")
-    parser.add_argument("--tokens", type=int, default=48, help="parity: tokens of a text")
+    parser.add_argument("--tokens", type=int, default=32, help="parity: tokens of a text")
     parser.add_argument("--budgets", type=int, nargs="+", default=[15, 31, 63], help="parity: trees")
     parser.add_argument("--cell", type=float, default=2.5, help="speed: seconds of a cell")
-    parser.add_argument("--n", type=int, default=12, help="speed: repetitions of a cell, each of its own prompts")
+    parser.add_argument(
+        "--n", type=int, default=12, help="speed: repetitions of a cell, each of its own prompts"
+    )
     parser.add_argument("--stream", type=int, default=7900, help="flip, kill: most tokens of the stream")
     args = parser.parse_args(argv)
     args.dense = args.dense or ("tiny-dense" if args.tiny else "qwen3-8b")
