@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,11 @@ from gpu_bench import Arm, Taken, take
 from gpu_random import PROMPT, Pair, prompts_of
 from torch import Tensor
 
+from runtime.admission import admit
 from runtime.attention import Segment, Step, causal_mask
 from runtime.config import RuntimeConfig, validate
 from runtime.engine import Engine
+from runtime.interface import GenerateRequest
 from runtime.kv_cache import Extent, KVCache
 from runtime.linear import PlainLinear
 from runtime.loader import load
@@ -67,10 +69,10 @@ class Engines:
             )  # fmt: skip
         return self.built[key]
 
-    def close(self, but: Sequence[tuple[str, str, bool]] = ()) -> None:
-        """Ends all engines but some; their memory goes with them."""
-        for key in [key for key in self.built if key not in but]:
-            self.built.pop(key).loaded.close()
+    def close(self) -> None:
+        """Ends all engines; their memory goes with them."""
+        while self.built:
+            self.built.popitem()[1].loaded.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -172,38 +174,39 @@ def _widen(target: TargetModel) -> None:
 
 
 def parity(
-    pairs: Sequence[Pair],
+    pair: Pair,
     engines: Engines,
     tokens: int,
     budgets: tuple[int, ...],
     left: Callable[[], float],
     tell: Tell,
 ) -> None:
-    """Every pair in every layout it can have; `left` says how many seconds there still are."""
-    for pair in pairs:
-        device = torch.device(engines.settings["device"])
-        dtype = getattr(torch, engines.settings["dtype"])
-        first = engines.of(pair, "single", True)
-        if first is None or left() < 0:
-            return
-        drafter = first.models.drafter
-        taps = drafter.config.target_layer_ids if drafter is not None else ()
-        expected = one_process(pair, taps, dtype, device)
-        for layout in pair.layouts:
-            if left() < 0:
-                tell(kind="stopped", model=pair.name, layout=layout)
-                return
-            engine = engines.of(pair, layout, True)
-            if engine is None:
-                continue
-            about = {"model": pair.name, "layout": layout, "dtype": engines.settings["dtype"]}
-            if layout != "single":
-                found = passes(engine.models.target, engine.models.cache)
-                tell(kind="outputs", **about, **judged(pair, layout, dtype, expected, found))
-            tell(kind="tokens", **about, **same_text(pair, engine, tokens, budgets))
-            if layout != "single":
-                engines.close(but=[key for key in engines.built if key[1] == "single"])
+    """`pair` in every layout it can have; `left` says how many seconds there still are."""
+    device = torch.device(engines.settings["device"])
+    dtype = getattr(torch, engines.settings["dtype"])
+    if left() < 0 or (first := engines.of(pair, "single", True)) is None:
+        tell(kind="stopped", model=pair.name)
+        return
+    drafter = first.models.drafter
+    expected = one_process(
+        pair, drafter.config.target_layer_ids if drafter is not None else (), dtype, device
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    for layout in pair.layouts:
+        if left() < 0:
+            tell(kind="stopped", model=pair.name, layout=layout)
+            break
+        engine = engines.of(pair, layout, True)
+        if engine is None:
+            continue
+        about = {"model": pair.name, "layout": layout, "dtype": engines.settings["dtype"]}
+        if layout != "single":
+            found = passes(engine.models.target, engine.models.cache)
+            tell(kind="outputs", **about, **judged(pair, layout, dtype, expected, found))
+        tell(kind="tokens", **about, budgets=list(budgets), **same_text(pair, engine, tokens, budgets))
         engines.close()
+    engines.close()
 
 
 def judged(
@@ -274,18 +277,18 @@ class Cell:
     taken: list[Taken] = field(default_factory=list)
 
 
-def speed_groups(default: Pair, dense: Pair, mixed: Pair) -> Iterator[Group]:
-    """What is measured, the most wanted first."""
-    yield Group(dense, False, OFF, 1)
-    yield Group(default, True, ALL, 1)
-    yield Group(mixed, False, OFF, 1)
-    yield Group(dense, True, ALL[1:], 1)
+def speed_groups(made: Mapping[str, Callable[[], Pair]]) -> Iterator[Group]:
+    """What is measured, the most wanted first; a pair is made when its turn comes."""
+    yield Group(made["dense"](), False, OFF, 1)
+    yield Group(made["default"](), True, ALL, 1)
+    yield Group(made["moe"](), False, OFF, 1)
+    yield Group(made["dense"](), True, ALL[1:], 1)
     for concurrency in (8, 32):
-        yield Group(dense, False, OFF, concurrency)
-        yield Group(default, True, ALL, concurrency)
-        yield Group(mixed, False, OFF, concurrency)
+        yield Group(made["dense"](), False, OFF, concurrency)
+        yield Group(made["default"](), True, ALL, concurrency)
+        yield Group(made["moe"](), False, OFF, concurrency)
     for concurrency in (8, 32):
-        yield Group(dense, True, ALL[1:], concurrency)
+        yield Group(made["dense"](), True, ALL[1:], concurrency)
 
 
 def speed(
@@ -336,7 +339,15 @@ def _figures(group: Group, cell: Cell) -> dict[str, Any]:
     decoded, played = (
         sum(getattr(each, name) for each in cell.taken) for name in ("decoded", "sequence_rounds")
     )
-    prompt = PROMPT if not pair.real else None
+    prompts = prompts_of(pair, 24, engine.models.target.vocab_size)
+    lengths = [
+        len(
+            admit(
+                GenerateRequest(**each), engine.config, engine.loaded.limits, engine.loaded.tokenizer
+            ).prompt
+        )
+        for each in prompts
+    ]
     return {
         "model": pair.name, "layout": cell.layout, "label": label(cell.layout, pair.checkpoint.config),
         "mode": cell.arm[0], "tree_budget": cell.arm[1], "concurrency": group.concurrency,
@@ -344,7 +355,7 @@ def _figures(group: Group, cell: Cell) -> dict[str, Any]:
         "tok_s": round(statistics.median(speeds), 2), "tok_s_spread": [round(f(speeds), 2) for f in (min, max)],
         "ms_round": round(statistics.median(rounds), 4), "ms_round_spread": [round(f(rounds), 4) for f in (min, max)],
         "window_tok_s": round(statistics.median(window), 2), "accept_length": round(decoded / max(played, 1), 3),
-        "tokens": cell.tokens, "context": None if prompt is None else prompt + cell.tokens // 2,
+        "tokens": cell.tokens, "context": round(statistics.fmean(lengths)) + cell.tokens // 2,
         "n": len(cell.taken), "dtype": engine.config.dtype, "graphs": engine.loaded.graphs is not None,
         "rounds_by": engine.loaded.rounds, "words": engine.loaded.layout, "temperature": 0.0,
     }  # fmt: skip

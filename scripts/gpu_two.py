@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -117,15 +118,17 @@ def run_step(step: str, args: argparse.Namespace, lines: Lines, clock: Clock) ->
         return
     engines = Engines(settings, lines)
     try:
-        default = random_named(args.dense, args) if args.tiny else real_pair(args.model, args.drafter)
+        made = {
+            "default": lambda: (
+                random_named(args.dense, args) if args.tiny else real_pair(args.model, args.drafter)
+            )
+        }
+        made |= {"moe": lambda: random_named(args.moe, args), "dense": lambda: random_named(args.dense, args)}
         if step == "parity":
-            pairs = [default] + [
-                random_named(name, args) for name in (args.moe, args.dense) if name != default.name
-            ]
-            parity(pairs, engines, args.tokens, tuple(args.budgets), clock.left, lines)
+            for name in args.pairs:
+                parity(made[name](), engines, args.tokens, tuple(args.budgets), clock.left, lines)
         else:
-            groups = speed_groups(default, random_named(args.dense, args), random_named(args.moe, args))
-            speed(groups, engines, args.cell, args.n, clock.left, lines)
+            speed(speed_groups(made), engines, args.cell, args.n, clock.left, lines)
     finally:
         engines.close()
 
@@ -161,7 +164,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=64 << 20, help="links: largest message, bytes")
     parser.add_argument("--tokens", type=int, default=32, help="parity: tokens of a text")
     parser.add_argument("--budgets", type=int, nargs="+", default=[15, 31, 63], help="parity: trees")
-    parser.add_argument("--cell", type=float, default=2.5, help="speed: seconds of a cell")
+    pairs = ("default", "moe", "dense")
+    parser.add_argument("--pairs", nargs="+", choices=pairs, default=pairs, help="parity: which")
+    parser.add_argument("--cell", type=float, default=1.8, help="speed: seconds of a cell")
     parser.add_argument(
         "--n", type=int, default=12, help="speed: repetitions of a cell, each of its own prompts"
     )
@@ -176,6 +181,11 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["evidence"]:
+        from gpu_evidence import main as evidence
+
+        evidence(sys.argv[2:])
+        return
     args = parsed()
     for kind in ("CONFIG", "DATA", "STATE"):  # so that nothing of a user's is read or written
         os.environ.setdefault(f"XDG_{kind}_HOME", f"{tempfile.gettempdir()}/ddtree-two-xdg/{kind.lower()}")
