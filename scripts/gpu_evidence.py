@@ -126,8 +126,8 @@ def findings(run: Run) -> Iterator[tuple[str, str | None, str]]:
         trees = ", ".join(map(str, line["budgets"]))
         words = (
             f"over {where}, {line['dtype']}: {line['identical']} of {line['texts']} texts of chain and trees of "
-            f"{trees} as plain decoding in this layout, {line['near_ties']} near-ties ({line['near_ties_allowed']} allowed), "
-            f"{line['divergences']} other differences in {line['tokens']} tokens"
+            f"{trees} as plain decoding in this layout, {line['near_ties']} near-ties "
+            f"({line['near_ties_allowed']} allowed), {line['divergences']} other differences in {line['tokens']} tokens"
         )
         if key in outputs:
             words += f"; {_outputs_words(outputs[key])}"
@@ -153,8 +153,8 @@ def _outputs_words(line: Line) -> str:
         return f"logits and taps within {line['max_gap']:.1e} of one process"
     return (
         f"likeliest token another one at {line['differ']} of {line['positions']} positions, {line['near_ties']} of "
-        f"them near-ties, {line['beyond']} beyond what the dtype rounds; median error against float32 {line['error']:.2e}, "
-        f"one process {line['error_of_one_process']:.2e}"
+        f"them near-ties, {line['beyond']} beyond what the dtype rounds; median error against float32 "
+        f"{line['error']:.2e}, one process {line['error_of_one_process']:.2e}"
     )
 
 
