@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime.fused import FusedDecoder, FusedLayer, FusedStack
 from runtime.gpu_kernels import (
     SCRATCH,
+    add_sum_kernel,
     choose_kernel,
     chosen_kernel,
     combine_kernel,
@@ -26,7 +27,7 @@ from runtime.gpu_kernels import (
     tree_attention_kernel,
 )
 from runtime.kv_cache import Pool
-from runtime.linear import Linear, PlainLinear
+from runtime.linear import Linear, PlainLinear, ReducedLinear
 from runtime.round import Models
 
 MOST_ROWS = int(SCRATCH.value)
@@ -49,15 +50,21 @@ def unsupported(models: Models) -> str | None:
     assert isinstance(decoder, FusedDecoder)
     stacks = [decoder.stack] + ([drafter.stack] if drafter is not None else [])
     for stack in stacks:
-        if stack.shape.head_dim not in (16, 32, 64, 128, 256):
-            return f"head size {stack.shape.head_dim} is no power of two from 16 to 256"
-        if any(window is not None for window in stack.shape.windows):
-            return "sliding windows"
+        why = unsupported_attention(stack.shape.head_dim, stack.shape.windows)
+        if why is not None:
+            return why
         if not all(isinstance(layer.qkv, PlainLinear) for layer in stack.layers):
             return "packed linear layers"
     if models.propose is not None:
         return "drafts come from elsewhere"
     return None
+
+
+def unsupported_attention(head_dim: int, windows: tuple[int | None, ...]) -> str | None:
+    """Why the attention kernel does not know such layers; None if it does."""
+    if head_dim not in (16, 32, 64, 128, 256):
+        return f"head size {head_dim} is no power of two from 16 to 256"
+    return None if all(window is None for window in windows) else "sliding windows"
 
 
 def weight_of(linear: Linear) -> Tensor:
@@ -152,6 +159,8 @@ class DevicePass:
         self.head_tiles = -(-self.vocab // head_block(hidden))
         self._best = self.floats(self.head_tiles * rows)
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
+        split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
+        self._summed = self.floats(rows if split else 0, hidden)
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
@@ -162,6 +171,10 @@ class DevicePass:
     def call(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
         """Launches a kernel; where the device can, its start overlaps the end of the one before."""
         kernel[grid](*args, **settings, **self._overlap)
+
+    def call_after_all(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+        """Launches a kernel that starts when what is before has ended, kernels of others too."""
+        kernel[grid](*args, **settings, PDL=False)
 
     def embed(
         self,
@@ -294,6 +307,10 @@ class DevicePass:
     ) -> None:
         """`linear_kernel`: `norm_eps` of the norm before, `add` the product to `out`, `gain` of the norm after."""
         assert isinstance(linear, PlainLinear)
+        if isinstance(linear, ReducedLinear):
+            assert add and gain is not None
+            self._linear_over_ranks(linear, x, out, rows, gain, tap)
+            return
         weight, bias = linear.weight, linear.bias
         n, k = weight.shape
         blocks = blocks_of(rows, weight)
@@ -307,6 +324,29 @@ class DevicePass:
         )  # fmt: skip
         if gain is not None:
             self.parts = -(-n // blocks["BLOCK_N"])
+
+    def _linear_over_ranks(
+        self, linear: ReducedLinear, x: Tensor, out: Tensor, rows: int, gain: Tensor, tap: Tensor | None
+    ) -> None:
+        """`_linear` with `add` and `gain`, where each rank has a part of the product."""
+        weight, bias = linear.weight, linear.bias
+        n, k = weight.shape
+        blocks = blocks_of(rows, weight)
+        part = self._summed[:rows]
+        self.call(
+            linear_kernel, _grid(rows, n, blocks),
+            x, weight, part, self.squares, x, out, x, x, self.scaled, self.squares, x, rows, n, k, 0, 0, 0.0,
+            NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+        linear.reduce(part)
+        self.call_after_all(
+            add_sum_kernel, (rows,),
+            part, x if bias is None else bias, out, gain, self.scaled, self.squares,
+            x if tap is None else tap, 0 if tap is None else tap.stride(0),
+            WIDTH=n, BLOCK=pow2(n), TILES=self._tiles, BIAS=bias is not None, TAP=tap is not None,
+            num_warps=8 if n > 1024 else 4,
+        )  # fmt: skip
+        self.parts = 1
 
     def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
         weight = weight_of(layer.gate_up)
