@@ -214,11 +214,17 @@ def judged(
 ) -> dict[str, Any]:
     """How far a layout's logits and features are from those of one process, and whether that is in order.
 
+    `max_gap` is in standard deviations where that is more than 1: features of some layers are in the hundreds.
+
     Likeliest tokens that differ are counted by their margin in one process: near-ties by the rule, ties within what
     the dtype rounds, and those beyond.
     """
     pairs = list(zip(found, expected.outputs, expected.exact_outputs, strict=True))
-    gap = max(float((mine.float() - theirs.float()).abs().max()) for mine, theirs, _ in pairs)
+    gaps = [
+        float((mine.float() - theirs.float()).abs().max()) / max(1.0, float(theirs.float().std()))
+        for mine, theirs, _ in pairs
+    ]
+    gap = max(gaps)
     equal = all(torch.equal(mine, theirs) for mine, theirs, _ in pairs)
     config = pair.checkpoint.config
     exact = layout == "pp2" or (layout == "ep2" and int(config.get("num_experts_per_tok") or 0) <= 2)
