@@ -131,6 +131,7 @@ async def change(runtime: LocalRuntime, layout: str) -> Any:
 
 async def judge(runtime: LocalRuntime, end: RequestFinished) -> dict[str, Any]:
     """The stream's text against the same request undisturbed in the layout in force."""
+    from runtime.rebuild import collect
     from runtime.verify import Place, Tally, VerifyPlan
 
     config = runtime.config
@@ -147,6 +148,7 @@ async def judge(runtime: LocalRuntime, end: RequestFinished) -> dict[str, Any]:
     def look(engine: Any) -> Any:
         if not tally.same(plain, end):
             tally.judge(engine, PROMPT, Place(0, "flips", 0, TEMPERATURE), end)
+        collect()  # what judging took is not the runtime's
         return tally.report(engine, 1)
 
     report = await runtime._call(look)
@@ -186,8 +188,8 @@ async def flips(runtime: LocalRuntime, layouts: tuple[str, ...], most: int, spar
             at_token=at, ok=report.failure is None and report.carried == 1,
         )  # fmt: skip
     end = await stream.stop()
-    text = await judge(runtime, end)
     back, above, waited = await memory_back(device_of(runtime), before, spare)
+    text = await judge(runtime, end)
     left = [pid for pid in pids if there(pid)]
     tell(
         kind="flips", **text, longest_gap_s=round(stream.longest_gap_s, 3), continued=end.stats.continued,
@@ -227,8 +229,8 @@ async def kills(
         await stream.reach(at + EVERY)
         streaming = next((each for each in stream.times if each > seen), time.monotonic())
         end = await stream.stop()
-        text = await judge(runtime, end)
         back, above, waited = await memory_back(device_of(runtime), before, spare)
+        text = await judge(runtime, end)
         left = [pid for pid in pids if there(pid)]
         tell(
             kind="kill", layout=layout, rank=rank, cause=gang.lost, seen_s=round(seen - killed, 3),

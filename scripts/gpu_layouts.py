@@ -1,4 +1,4 @@
-"""Layouts of two ranks beside one: the same logits, features and tokens (`parity`), and what they take (`speed`).
+"""Layouts of two ranks beside one: the same logits, features and tokens (`parity`).
 
 Logits are judged against transformers' own modules in one process. A pipeline has to give the same bits, and so has
 expert parallelism where a token goes to two experts at most; tensor parallelism has to be within 1e-4 in float32, and
@@ -8,36 +8,28 @@ in bfloat16 every likeliest token has to be the one of one process or a near-tie
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_bench import Arm, Taken, take
+from gpu_bench import take
 from gpu_random import PROMPT, Pair, prompts_of
 from torch import Tensor
 
-from runtime.admission import admit
 from runtime.attention import Segment, Step, causal_mask
 from runtime.config import RuntimeConfig, validate
 from runtime.engine import Engine
-from runtime.interface import GenerateRequest
 from runtime.kv_cache import Extent, KVCache
 from runtime.linear import PlainLinear
 from runtime.loader import load
-from runtime.native_layouts import label
 from runtime.target import TargetModel
 from runtime.verify import VerifyPlan, compare
 
 Tell = Callable[..., None]
 PARENTS, DEPTHS, KEPT = (0, 0, 0, 1, 2, 2, 5, 6), (0, 1, 1, 2, 2, 2, 3, 4), [0, 2, 5, 6]
 """A tree of eight nodes, and the path of it that is kept."""
-LEAST_TOKENS, MOST_TOKENS = 8, 128
-TREES: tuple[Arm, ...] = (("tree", 15), ("tree", 31), ("tree", 63))
-ALL: tuple[Arm, ...] = (("off", 0), ("chain", 0), *TREES)
-OFF: tuple[Arm, ...] = (("off", 0),)
 
 
 @dataclass
@@ -68,6 +60,11 @@ class Engines:
                 words=loaded.layout, rounds_by=loaded.rounds, linear=loaded.linear,
             )  # fmt: skip
         return self.built[key]
+
+    def drop(self, engine: Engine) -> None:
+        """Ends one engine, which is built anew when it is next asked for."""
+        for key in [key for key, built in self.built.items() if built is engine]:
+            self.built.pop(key).loaded.close()
 
     def close(self) -> None:
         """Ends all engines; their memory goes with them."""
@@ -201,10 +198,12 @@ def parity(
         if engine is None:
             continue
         about = {"model": pair.name, "layout": layout, "dtype": engines.settings["dtype"]}
-        if layout != "single":
+        try:
             found = passes(engine.models.target, engine.models.cache)
             tell(kind="outputs", **about, **judged(pair, layout, dtype, expected, found))
-        tell(kind="tokens", **about, budgets=list(budgets), **same_text(pair, engine, tokens, budgets))
+            tell(kind="tokens", **about, budgets=list(budgets), **same_text(pair, engine, tokens, budgets))
+        except Exception as error:  # the other layouts are still worth trying
+            tell(kind="failed", **about, error=f"{type(error).__name__}: {error}")
         engines.close()
     engines.close()
 
@@ -262,120 +261,15 @@ def same_text(pair: Pair, engine: Engine, tokens: int, budgets: tuple[int, ...])
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Group:
-    """Cells that are measured in turn: every layout with every arm."""
-
-    pair: Pair
-    drafts: bool
-    arms: tuple[Arm, ...]
-    concurrency: int
-
-
-@dataclass
-class Cell:
-    """One layout with one arm: how many tokens a request gets, and what was measured."""
-
-    layout: str
-    engine: Engine
-    arm: Arm
-    tokens: int = LEAST_TOKENS
-    taken: list[Taken] = field(default_factory=list)
-
-
-def speed_groups(made: Mapping[str, Callable[[], Pair]]) -> Iterator[Group]:
-    """What is measured, the most wanted first; a pair is made when its turn comes."""
-    yield Group(made["dense"](), False, OFF, 1)
-    yield Group(made["default"](), True, ALL, 1)
-    yield Group(made["moe"](), False, OFF, 1)
-    yield Group(made["dense"](), True, ALL[1:], 1)
-    for concurrency in (8, 32):
-        yield Group(made["dense"](), False, OFF, concurrency)
-        yield Group(made["default"](), True, ALL, concurrency)
-        yield Group(made["moe"](), False, OFF, concurrency)
-    for concurrency in (8, 32):
-        yield Group(made["dense"](), True, ALL[1:], concurrency)
-
-
-def speed(
-    groups: Iterator[Group], engines: Engines, cell_s: float, n: int, left: Callable[[], float], tell: Tell
-) -> None:
-    """Measures group after group; a cell takes about `cell_s` seconds for `n` repetitions, each of its own prompts."""
-    for group in groups:
-        if left() < 0:
-            tell(kind="stopped", model=group.pair.name, concurrency=group.concurrency)
-            return
-        cells = []
-        for layout in group.pair.layouts:
-            engine = engines.of(group.pair, layout, group.drafts)
-            cells += [Cell(layout, engine, arm) for arm in group.arms if engine is not None]
-        for cell in cells:
-            _rehearse(group, cell, cell_s / n)
-        for turn in range(n):
-            if left() < 0 and turn:
-                break
-            for cell in cells[turn % len(cells) :] + cells[: turn % len(cells)]:
-                cell.taken.append(_take(group, cell, turn))
-        for cell in cells:
-            tell(kind="cell", **_figures(group, cell))
-
-
-def _rehearse(group: Group, cell: Cell, pass_s: float) -> None:
-    """Captures and compiles what is needed, and finds how many tokens a pass of `pass_s` seconds gives."""
-    _take(group, cell, 0)
-    taken = _take(group, cell, 1)
-    step_s = statistics.median(seconds for seconds, _ in taken.steps) if taken.steps else taken.seconds
-    accept = taken.decoded / max(taken.sequence_rounds, 1)
-    cell.tokens = int(min(max(pass_s / step_s * accept, LEAST_TOKENS), MOST_TOKENS))
-
-
-def _take(group: Group, cell: Cell, turn: int) -> Taken:
-    count = group.concurrency
-    every = prompts_of(group.pair, count * 16, cell.engine.models.target.vocab_size)
-    at = turn * count % len(every)
-    return take(cell.engine, every[at : at + count], cell.arm, 0.0, count, cell.tokens)
-
-
-def _figures(group: Group, cell: Cell) -> dict[str, Any]:
-    """Medians and spread over the repetitions; tok/s while nothing is prefilled."""
-    pair, engine = group.pair, cell.engine
-    speeds = [sum(t for _, t in each.steps) / sum(s for s, _ in each.steps) for each in cell.taken]
-    rounds = [statistics.median(s for s, _ in each.steps) * 1e3 for each in cell.taken]
-    window = [each.tokens / each.seconds for each in cell.taken]
-    decoded, played = (
-        sum(getattr(each, name) for each in cell.taken) for name in ("decoded", "sequence_rounds")
-    )
-    prompts = prompts_of(pair, 24, engine.models.target.vocab_size)
-    lengths = [
-        len(
-            admit(
-                GenerateRequest(**each), engine.config, engine.loaded.limits, engine.loaded.tokenizer
-            ).prompt
-        )
-        for each in prompts
-    ]
-    return {
-        "model": pair.name, "layout": cell.layout, "label": label(cell.layout, pair.checkpoint.config),
-        "mode": cell.arm[0], "tree_budget": cell.arm[1], "concurrency": group.concurrency,
-        "drafter": "none" if not group.drafts else "trained" if pair.real else "random",
-        "tok_s": round(statistics.median(speeds), 2), "tok_s_spread": [round(f(speeds), 2) for f in (min, max)],
-        "ms_round": round(statistics.median(rounds), 4), "ms_round_spread": [round(f(rounds), 4) for f in (min, max)],
-        "window_tok_s": round(statistics.median(window), 2), "accept_length": round(decoded / max(played, 1), 3),
-        "tokens": cell.tokens, "context": round(statistics.fmean(lengths)) + cell.tokens // 2,
-        "n": len(cell.taken), "dtype": engine.config.dtype, "graphs": engine.loaded.graphs is not None,
-        "rounds_by": engine.loaded.rounds, "words": engine.loaded.layout, "temperature": 0.0,
-    }  # fmt: skip
-
-
 def settings_for(device: str, dtype: str, tiny: bool) -> dict[str, Any]:
     """Configuration of every engine here."""
     made: dict[str, Any] = {
         "device": device, "dtype": dtype, "max_concurrency": 32, "max_queue": 10_000, "prefix_reuse": False,
         "max_tree_budget": 63, "tree_budget": 31, "prefill_chunk": 2048, "max_seq_len": 1024, "kv_slots": 24_000,
-        "top_k": 0, "top_p": 1.0,
+        "top_k": 0, "top_p": 1.0, "linear": "plain",
     }  # fmt: skip
     if tiny:
-        made |= {"threads": 1, "linear": "plain", "max_seq_len": 512, "kv_slots": 16_384}
+        made |= {"threads": 1, "max_seq_len": 512, "kv_slots": 16_384}
     return made
 
 

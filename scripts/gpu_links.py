@@ -219,7 +219,7 @@ def _timed(call: Callable[[], None], here: Any, calls: int) -> list[float]:
         _wait(here)
         if here.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(100_000)  # the host runs ahead meanwhile, so that its launches do not count
+            torch.cuda._sleep(1_000_000)  # the host runs ahead meanwhile, so that its launches do not count
             start.record()
             for _ in range(calls):
                 call()

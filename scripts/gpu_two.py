@@ -90,8 +90,9 @@ def run_step(step: str, args: argparse.Namespace, lines: Lines, clock: Clock) ->
         run_links(args.device, args.most, lines)
         return
     import torch
-    from gpu_layouts import Engines, config_of, parity, settings_for, speed, speed_groups
+    from gpu_layouts import Engines, config_of, parity, settings_for
     from gpu_random import real_pair
+    from gpu_speed import speed, speed_groups
 
     device = torch.device(args.device)
     settings = settings_for(args.device, args.dtype, args.tiny)
