@@ -23,6 +23,8 @@ from runtime.kv_cache import Pool
 PREPARE, UPLOAD, LAUNCH, COLLECT, PROMPT, FIRST = range(2, 8)
 """Operations; 0 and 1 are those of `gang_step`."""
 _ROUND, _CHUNK = 0, 1
+CHUNK_FIELDS = 6
+"""Numbers that tell a prompt chunk's size."""
 
 
 class GangDevice:
@@ -57,19 +59,18 @@ class GangDevice:
         self._tell(LAUNCH, _fields(shape))
 
         def results_of() -> RoundResults:
-            words = np.frombuffer(self._ask(COLLECT, []), dtype=np.int64)
-            table = words[STAMPS:].view(np.int32).reshape(shape.batch, -1)
-            return RoundResults(table, tuple(words[:STAMPS].tolist()))
+            data = self._ask(COLLECT, [])
+            stamps = np.frombuffer(data, dtype=np.int64, count=STAMPS)
+            table = np.frombuffer(data, dtype=np.int32, offset=stamps.nbytes)
+            return RoundResults(table.reshape(shape.batch, -1), tuple(stamps.tolist()))
 
         return results_of
 
     def prompt(self, shape: PromptShape, chunk: Chunk) -> None:
         self.prepare(shape)
         given = (*chunk.numbers, chunk.seed)
-        temperature = np.asarray([chunk.temperature], dtype=np.float64)
-        self._tell(
-            PROMPT, [*_fields(shape), *given], temperature, np.asarray(chunk.token_ids, dtype=np.int64)
-        )
+        odds, ids = np.asarray(chunk.odds, dtype=np.float64), np.asarray(chunk.token_ids, dtype=np.int64)
+        self._tell(PROMPT, [*_fields(shape), *given], odds, ids)
 
     def first(self) -> int:
         return int.from_bytes(self._ask(FIRST, []), "little")
@@ -115,10 +116,10 @@ class RankRounds:
             return np.asarray(results.stamps, dtype=np.int64).tobytes() + results.table.tobytes()
         if op == PROMPT:
             *fields, seed = numbers
-            shape, places = _prompt_shape(fields[:5]), tuple(fields[5:])
-            ids = tuple(np.frombuffer(body, dtype=np.int64, offset=8).tolist())
-            temperature = float(np.frombuffer(body, dtype=np.float64, count=1)[0])
-            self._device.prompt(shape, Chunk(places, ids, seed, temperature))
+            shape, places = _prompt_shape(fields[:CHUNK_FIELDS]), tuple(fields[CHUNK_FIELDS:])
+            temperature, top_p, min_p = np.frombuffer(body, dtype=np.float64, count=3).tolist()
+            ids = tuple(np.frombuffer(body, dtype=np.int64, offset=24).tolist())
+            self._device.prompt(shape, Chunk(places, ids, seed, (temperature, top_p, min_p)))
             return None
         if op == FIRST:
             return self._device.first().to_bytes(8, "little")
@@ -142,8 +143,8 @@ def _message(op: int, numbers: Seq[int], moves: Seq[Move], arrays: Seq[np.ndarra
 
 def _fields(shape: Shape | PromptShape) -> list[int]:
     if isinstance(shape, PromptShape):
-        return [_CHUNK, shape.rows, shape.last, shape.noisy, shape.context]
-    return [_ROUND, shape.batch, shape.rows, shape.noisy, shape.shared, shape.context]
+        return [_CHUNK, shape.rows, shape.last, shape.noisy, shape.context, shape.filtered]
+    return [_ROUND, shape.batch, shape.rows, shape.noisy, shape.shared, shape.context, shape.filtered]
 
 
 def _shape(fields: Seq[int]) -> Shape | PromptShape:
@@ -151,10 +152,12 @@ def _shape(fields: Seq[int]) -> Shape | PromptShape:
 
 
 def _round_shape(fields: Seq[int]) -> Shape:
-    _, batch, rows, noisy, shared, context = fields
-    return Shape(batch, rows, bool(noisy), bool(shared), bool(context))
+    _, batch, rows, *flags = fields
+    noisy, shared, context, filtered = map(bool, flags)
+    return Shape(batch, rows, noisy, shared, context, filtered)
 
 
 def _prompt_shape(fields: Seq[int]) -> PromptShape:
-    _, rows, last, noisy, context = fields
-    return PromptShape(rows, bool(last), bool(noisy), bool(context))
+    _, rows, *flags = fields
+    last, noisy, context, filtered = map(bool, flags)
+    return PromptShape(rows, last, noisy, context, filtered)

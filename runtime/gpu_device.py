@@ -21,7 +21,7 @@ from runtime.round import Models
 
 RING = 3
 """Host buffers: one being read, one in flight, one to spare."""
-PROMPT_STATE = 6
+PROMPT_STATE = 7
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HostBatch:
 
     state: Tensor
     seeds: Tensor
-    temperature: Tensor
+    odds: Tensor
     stops: Tensor
 
     @staticmethod
@@ -39,24 +39,25 @@ class HostBatch:
             return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
 
         return HostBatch(
-            make((8, max_batch), torch.int32),
+            make((9, max_batch), torch.int32),
             make((max_batch,), torch.int64),
-            make((max_batch,), torch.float32),
+            make((3, max_batch), torch.float32),
             make((max_batch, STOPS), torch.int32),
         )
 
     def parts(self) -> tuple[Tensor, ...]:
-        return self.state, self.seeds, self.temperature, self.stops
+        return self.state, self.seeds, self.odds, self.stops
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a prompt: `numbers` as `GpuRound.prompt` names them, the tokens, and how the first one is chosen."""
+    """A chunk of a prompt: `numbers` as `GpuRound.prompt` names them, the tokens, and how the first one is chosen
+    (`odds` as in `GpuRound`)."""
 
     numbers: tuple[int, ...]
     token_ids: tuple[int, ...]
     seed: int
-    temperature: float
+    odds: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class RoundDevice:
         self._ring = [self._pinned(words, torch.int32) for _ in range(RING)]
         self._stamps = [self._pinned(STAMPS, torch.int64) for _ in range(RING)]
         self._numbers = self._pinned(PROMPT_STATE, torch.int32)
+        self._odds = self._pinned((3, 1), torch.float32)
         self._prompt_ids = self._pinned(self.prefills[-1], torch.int32)
         self._first = self._pinned(1, torch.int32)
         self._prompt_read: Callable[[], object] = _nothing
@@ -136,7 +138,7 @@ class RoundDevice:
 
     @torch.inference_mode()
     def upload(self, batch: HostBatch) -> None:
-        there = (self._round.state, self._round.seeds, self._round.temperature, self._round.stops)
+        there = (self._round.state, self._round.seeds, self._round.odds, self._round.stops)
         for device, host in zip(there, batch.parts(), strict=True):
             device.copy_(host, non_blocking=True)
 
@@ -164,12 +166,13 @@ class RoundDevice:
         graph, device = self._graph(shape), self._round
         self._prompt_read()
         self._numbers.numpy()[:] = chunk.numbers
+        self._odds.numpy()[:, 0] = chunk.odds
         self._prompt_ids.numpy()[: len(chunk.token_ids)] = chunk.token_ids
         device.prompt_state.copy_(self._numbers, non_blocking=True)
         device.prompt_ids[: shape.rows].copy_(self._prompt_ids[: shape.rows], non_blocking=True)
         if shape.last:
             device.prompt_seed.fill_(chunk.seed)
-            device.prompt_temperature.fill_(chunk.temperature)
+            device.prompt_odds.copy_(self._odds, non_blocking=True)
         self._prompt_read = self._mark()
         graph()
 

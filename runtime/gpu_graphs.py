@@ -20,9 +20,12 @@ from runtime.gpu_round import ROWS, STOPS, PromptShape, Shape, batches
 from runtime.noise import signed_seed
 from runtime.prefill import prefill
 from runtime.round import Models, NodeTable, Played, RoundResult, SequenceRound, extend_drafter
+from runtime.sampling import Sampling
 from runtime.sequence import OutputToken, Sequence, Speculation
 
 FINISHES = (None, "stop", "length")
+MOST_KEPT = 2**31 - 1
+"""Largest top_k on the device; no vocabulary is larger."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class GraphRounds:
             noisy=noisy,
             shared=noisy and draft_noise and rows > 1,
             context=any(sequence.keeps_features for sequence in batch),
+            filtered=any(sequence.sampling.filtered for sequence in batch),
         )
 
     @torch.inference_mode()
@@ -118,10 +122,11 @@ class GraphRounds:
         sampling = sequence.sampling
         last = end == sequence.prefill_len and not sequence.num_outputs
         rows = next(size for size in sizes if size >= end - start)
-        numbers = (start, end, sequence.extent.start, end - start, end - start - 1, end - 1)
-        temperature = 0.0 if sampling.greedy else sampling.temperature
-        chunk = Chunk(numbers, tuple(sequence.token_ids[start:end]), signed_seed(sampling.seed), temperature)
-        self.device.prompt(PromptShape(rows, last, last and not sampling.greedy, drafts), chunk)
+        kept = min(sampling.top_k, MOST_KEPT)
+        numbers = (start, end, sequence.extent.start, end - start, end - start - 1, end - 1, kept)
+        ids = tuple(sequence.token_ids[start:end])
+        shape = PromptShape(rows, last, last and not sampling.greedy, drafts, last and sampling.filtered)
+        self.device.prompt(shape, Chunk(numbers, ids, signed_seed(sampling.seed), _odds(sampling)))
         sequence.committed_len = end
         if drafts:
             sequence.drafter_len = end
@@ -173,10 +178,11 @@ class GraphRounds:
                 how.mode == "chain",
                 1,
                 block,
+                min(sequence.sampling.top_k, MOST_KEPT),
             )
             sampling = sequence.sampling
             self._host.seeds[row] = signed_seed(sampling.seed)
-            self._host.temperature[row] = 0.0 if sampling.greedy else sampling.temperature
+            self._host.odds.numpy()[:, row] = _odds(sampling)
             ids = sorted(sampling.stop_token_ids)
             stops[row, : len(ids)] = ids
         self._rows = list(batch)
@@ -237,11 +243,14 @@ def _unusual(sequence: Sequence) -> str | None:
         return "logprobs"
     if sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens:
         return "penalties, logit_bias or min_tokens"
-    if not sampling.greedy and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-        return "top_k, top_p or min_p"
     if len(sampling.stop_token_ids) > STOPS:
         return f"more than {STOPS} stop tokens"
     return None
+
+
+def _odds(sampling: Sampling) -> tuple[float, float, float]:
+    """Temperature (0 = greedy), top_p and min_p as the device has them."""
+    return 0.0 if sampling.greedy else sampling.temperature, sampling.top_p, sampling.min_p
 
 
 def _nodes(how: Speculation, block: int) -> int:

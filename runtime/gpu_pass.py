@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from runtime.fused import FusedDecoder, FusedLayer, FusedStack
+from runtime.gpu_heads import choose_kernel, chosen_kernel, filter_kernel
 from runtime.gpu_kernels import (
     SCRATCH,
     add_sum_kernel,
-    choose_kernel,
-    chosen_kernel,
     combine_kernel,
     context_store_kernel,
     embed_kernel,
@@ -34,6 +33,9 @@ MOST_ROWS = int(SCRATCH.value)
 PROGRAMS = 132
 """Programs a kernel should have at least: one for each multiprocessor of an H100 or H200."""
 KV_BLOCK = 64
+FILTERED_ROWS = 256
+"""Rows whose scores are stored at a time, where a choice is filtered."""
+FILTER_BLOCK = 8192
 
 
 def pow2(count: int) -> int:
@@ -92,6 +94,16 @@ class Rows:
     @property
     def total(self) -> int:
         return self.batch * self.each
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Filters of the sequences of a pass, `[batch]` each, and how many of their rows are chosen from."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    size: Tensor
 
 
 class DeviceStack:
@@ -161,6 +173,7 @@ class DevicePass:
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
         split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
         self._summed = self.floats(rows if split else 0, hidden)
+        self._stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
@@ -217,25 +230,36 @@ class DevicePass:
 
     def choose(
         self, total: int, chosen: Tensor, noise: Tensor, temperature: Tensor, depths: Tensor,
-        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None,
+        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None, filters: Filters | None = None,
     ) -> None:  # fmt: skip
         """The target's choice after each of `total` rows, or of rows `gather`, into `chosen`.
 
-        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together.
+        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together. With `filters`
+        whole sequences are taken at a time, as many as there is room for their scores.
         """
-        weight = weight_of(self.decoder.head)
-        width = int(weight.shape[1])
-        blocks = blocks_of(total, weight, "head")
-        tiles = self.head_tiles
-        self.call(
-            choose_kernel, (tiles, -(-total // blocks["BLOCK_M"])),
-            self.scaled, weight, self.squares, noise, temperature, depths, chosen if gather is None else gather,
-            self._best, self._best_ids, total, rows, noise_rows, self.vocab, width, self.parts, self.target.shape.eps,
-            NOISY=noisy, GATHER=gather is not None, TILES=self._tiles, **blocks,
-        )  # fmt: skip
-        self.call(
-            chosen_kernel, (total,), self._best, self._best_ids, chosen, total, tiles, TILES_P2=pow2(tiles)
-        )
+        weight, vocab, tiles = weight_of(self.decoder.head), self.vocab, self.head_tiles
+        portion = total if filters is None else rows * max(1, self._stored.shape[0] // rows)
+        for first in range(0, total, portion):
+            count, b = min(portion, total - first), first // rows
+            draws = noise[b * noise_rows * vocab :], temperature[b:]
+            at, out = depths[first:], chosen[first:]
+            blocks = blocks_of(count, weight, "head")
+            self.call(
+                choose_kernel, (tiles, -(-count // blocks["BLOCK_M"])),
+                self.scaled[first:], weight, self.squares[first * self._tiles :], *draws, at,
+                chosen if gather is None else gather, self._best if filters is None else self._stored, self._best_ids,
+                count, rows, noise_rows, vocab, weight.shape[1], self.parts, self.target.shape.eps,
+                NOISY=noisy, GATHER=gather is not None, STORED=filters is not None, TILES=self._tiles, **blocks,
+            )  # fmt: skip
+            if filters is None:
+                best = self._best, self._best_ids
+                self.call(chosen_kernel, (count,), *best, out, count, tiles, TILES_P2=pow2(tiles))
+                continue
+            self.call(
+                filter_kernel, (count,),
+                self._stored, *draws, filters.top_k[b:], filters.top_p[b:], filters.min_p[b:], filters.size[b:],
+                at, out, rows, noise_rows, vocab, BLOCK=min(FILTER_BLOCK, pow2(vocab)), num_warps=16,
+            )  # fmt: skip
 
     def extend_context(
         self,
@@ -370,29 +394,13 @@ def head_block(k: int) -> int:
 def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
     """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
 
-    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
-    which multiplies two weights at once, or "head".
+    Measured inside whole rounds, where what a kernel leaves free lets the next one start. Small weights want many
+    narrow tiles, which wait for memory side by side; large ones deep tiles. From 17 rows on tiles have 64, which is
+    what the warp group's product takes. `kind`: "gate", which multiplies two weights at once, or "head".
     """
     n, k = weight.shape
     n = n // 2 if kind == "gate" else n
-    few, large = rows <= 16, n * k >= 8_000_000
-    block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
-    warps = 8 if block_m == 128 else 4
-    if kind == "head":
-        block_n, block_k, stages = head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5
-    elif large and block_m == 128:
-        block_n, block_k, stages = 128 if n > 4096 else 64, 64, 4
-    elif large and (n <= 4096 or few or (rows <= 32 and kind != "gate")):
-        block_n, block_k, stages = 32, 256, 4
-    elif large:
-        block_n, block_k, stages = 64, 128, 4
-    elif rows > 64:
-        block_n, block_k, stages = 64 if kind == "gate" else 32, 64, 4 if kind == "gate" else 5
-    elif k <= 1024:
-        block_n, block_k, stages = 32 if few and kind == "gate" else 16, 64, 9
-        warps = 2 if few and kind != "gate" else 4
-    else:
-        block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
+    block_m, block_n, block_k, stages, warps = _tiles(rows, n, k, kind)
     # Stages were measured with two bytes an element and have to fit into shared memory with four.
     block_k = min(block_k * 2 // weight.element_size(), max(16, pow2(k)))
     return {
@@ -403,3 +411,26 @@ def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
         "num_warps": warps,
         "num_stages": stages,
     }
+
+
+def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, int]:
+    """Rows, columns, depth, stages and warps of a tile."""
+    few, large, gate = rows <= 16, n * k >= 8_000_000, kind == "gate"
+    if kind == "head":
+        block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 else 64
+        return block_m, head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5, 8 if block_m == 128 else 4
+    if large:
+        if few:
+            return (16, 64, 128, 3, 8) if gate else (16, 32, 256, 4, 4)
+        if rows >= 256:
+            return 128, 128 if n > 4096 else 64, 64, 4, 8
+        if rows > 64:
+            return (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 256, 4, 4)
+        return (64, 128, 64, 4, 4) if gate else (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 128, 6, 4)
+    if rows > 64:
+        return (64, 64, 64, 4, 4) if gate else (64, 32, 64, 5, 4)
+    if k > 1024:
+        return (16 if few else 32, 16, 256, 6, 4) if rows <= 32 else (64, 16, 128, 5, 4)
+    if few:
+        return (16, 32, 64, 9, 4) if gate else (16, 16, 64, 9, 2)
+    return (64, 32, 64, 6, 4) if n <= k else (64, 16, 64, 9, 4)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.gpu_kernels import draft_kernel, noise_kernel
-from runtime.gpu_pass import MOST_ROWS, DevicePass, Rows, blocks_of, pow2, weight_of
+from runtime.gpu_heads import draft_kernel, noise_kernel
+from runtime.gpu_pass import MOST_ROWS, DevicePass, Filters, Rows, blocks_of, pow2, weight_of
 from runtime.gpu_tree import (
     accept_kernel,
     compact_kernel,
@@ -48,7 +48,7 @@ class Shape:
     """Sizes a round is captured for: `rows` tree nodes, root included, of `batch` sequences.
 
     `noisy`: some sequence samples; `shared`: the drafter sees the verifier's noise; `context`: what is committed is
-    handed to the drafter.
+    handed to the drafter; `filtered`: some sequence samples with top_k, top_p or min_p.
     """
 
     batch: int
@@ -56,6 +56,7 @@ class Shape:
     noisy: bool = False
     shared: bool = False
     context: bool = True
+    filtered: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class PromptShape:
     last: bool
     noisy: bool
     context: bool
+    filtered: bool = False
 
 
 def batches(max_batch: int) -> list[int]:
@@ -134,18 +136,20 @@ class GpuRound:
 
         The first token, where one is chosen, is left in `prompt_choice`.
         """
-        before, end, slot_start, size, last_row, tail = self.prompt
+        before, end, slot_start, size, last_row, tail, top_k = self.prompt
         rows = Rows(1, shape.rows, before, slot_start, size, self._steps, None)
         stack = self._pass.target
         taps = self._pass.decoder.taps if shape.context else ()
         self._pass.embed(self.prompt_ids, shape.rows, stack.layers[0].input_norm, self.stamps)
         self._pass.layers(stack, rows, self._pass.decoder.norm, taps)
         if shape.last:
+            hot, top_p, min_p = self.prompt_odds.unbind(0)
             if shape.noisy:
-                self._draw_noise(1, 1, self.prompt_seed, tail, self.prompt_temperature)
+                self._draw_noise(1, 1, self.prompt_seed, tail, hot)
             self._pass.choose(
-                1, self.prompt_choice, self._noise, self.prompt_temperature, self._zero,
+                1, self.prompt_choice, self._noise, hot, self._zero,
                 rows=1, noise_rows=1, noisy=shape.noisy, gather=last_row,
+                filters=Filters(top_k, top_p, min_p, size) if shape.filtered else None,
             )  # fmt: skip
         if shape.context:
             self._pass.extend_context(1, shape.rows, end, size, slot_start, None)
@@ -156,19 +160,22 @@ class GpuRound:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.state = ints(8, batch)
-        """root, committed, slot_start, remaining, budget, chain, active, drafted rows; by sequence."""
+        self.state = ints(9, batch)
+        """root, committed, slot_start, remaining, budget, chain, active, drafted rows, top_k; by sequence."""
         (self.root, self.committed, self.slot_start, self.remaining, self.budget, self.chain, self.active,
-         self.block_rows) = self.state.unbind(0)  # fmt: skip
+         self.block_rows, self.top_k) = self.state.unbind(0)  # fmt: skip
         self.seeds = ints(batch, dtype=torch.int64)
-        self.temperature = self._pass.floats(batch)
+        self.odds = self._pass.floats(3, batch)
+        """temperature, top_p, min_p; by sequence."""
+        self.temperature, self.top_p, self.min_p = self.odds.unbind(0)
         self.stops = ints(batch, STOPS)
         self.stamps = ints(STAMPS, dtype=torch.int64)
-        self.prompt_state = ints(6)
+        self.prompt_state = ints(7)
         self.prompt = self.prompt_state.unsqueeze(1).unbind(0)
-        """committed before and after, slot_start, rows that count, the last of them, the position before the choice."""
+        """committed before and after, slot_start, rows that count, the last of them, the position before the choice,
+        top_k."""
         self.prompt_ids, self.prompt_choice = ints(self.prefills[-1]), ints(1)
-        self.prompt_seed, self.prompt_temperature = ints(1, dtype=torch.int64), self._pass.floats(1)
+        self.prompt_seed, self.prompt_odds = ints(1, dtype=torch.int64), self._pass.floats(3, 1)
         self._steps = torch.arange(self.prefills[-1], dtype=torch.int32, device=device)
         self._zero = ints(1)
         self._size, self._kept = ints(batch), ints(batch)
@@ -279,6 +286,7 @@ class GpuRound:
         self._pass.choose(
             rows.total, self._chosen, self._noise, self.temperature, self._depths,
             rows=each, noise_rows=depths, noisy=shape.noisy,
+            filters=Filters(self.top_k, self.top_p, self.min_p, self._size) if shape.filtered else None,
         )  # fmt: skip
 
     def _accept(self, shape: Shape) -> None:

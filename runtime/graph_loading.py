@@ -13,6 +13,7 @@ from runtime.config import RuntimeConfig
 from runtime.fused import fusable, head_dim_of, windows_of
 from runtime.gang import RoundsSpec
 from runtime.gang_target import GangTarget
+from runtime.memory_plan import GRAPH_SCRATCH, graph_sizes
 from runtime.round import Models
 from runtime.target import hf_config
 
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from runtime.gpu_graphs import GraphRounds
     from runtime.loader import Pair
 
-GRAPH_SCRATCH = 64
-"""Slots beyond the allocator's on a GPU, for rows that do not count: as many as a captured tree has rows."""
-MOST_GRAPHED = 32
-"""Sequences in a captured round."""
 STEPWISE = "rounds launched from the host"
 
 
@@ -39,7 +36,7 @@ def graph_rounds(
     from runtime.gpu_graphs import GraphRounds
     from runtime.gpu_pass import unsupported
 
-    most = min(config.max_concurrency, MOST_GRAPHED)
+    most, positions = graph_sizes(config, limits)
     device: Device
     if isinstance(target, GangTarget):
         if target.rounds is None:
@@ -49,7 +46,7 @@ def graph_rounds(
         why = unsupported(models)
         if why is not None:
             return None, f"{STEPWISE} ({why})"
-        device = RoundDevice(models, most, _positions(limits))
+        device = RoundDevice(models, most, positions)
     graphs = GraphRounds(models, device, most)
     graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
     return graphs, "rounds replayed as CUDA graphs"
@@ -66,11 +63,6 @@ def _no_graphs(config: RuntimeConfig, device: torch.device) -> str | None:
     return None
 
 
-def _positions(limits: Limits) -> int:
-    """Most positions of a sequence, slots in reserve and rows that do not count included."""
-    return limits.max_seq_len + limits.slot_reserve + GRAPH_SCRATCH
-
-
 def rank_rounds(config: RuntimeConfig, pair: Pair) -> RoundsSpec | None:
     """What the ranks need to play whole rounds; None where they cannot."""
     if config.layout != "tp2" or _no_graphs(config, pair.device) is not None:
@@ -85,13 +77,14 @@ def rank_rounds(config: RuntimeConfig, pair: Pair) -> RoundsSpec | None:
         return None
 
     drafter = pair.drafter_config
+    most, positions = graph_sizes(config, pair.limits)
     return RoundsSpec(
         drafter=str(pair.drafter_path) if drafter else None,
         block_size=(config.block_size or drafter.block_size) if drafter else 1,
         draft_noise=config.draft_noise,
         vocab_size=pair.tokenizer.vocab_size,
-        max_batch=min(config.max_concurrency, MOST_GRAPHED),
-        positions=_positions(pair.limits),
+        max_batch=most,
+        positions=positions,
         scratch=GRAPH_SCRATCH,
         chunk=CHUNK,
     )

@@ -16,10 +16,11 @@ from runtime.config import RuntimeConfig
 from runtime.drafter import DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
 from runtime.fused import FusedDrafter
 from runtime.gang_target import GangTarget
-from runtime.graph_loading import GRAPH_SCRATCH, graph_rounds, rank_rounds
+from runtime.graph_loading import graph_rounds, rank_rounds
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
+from runtime.memory_plan import MemoryPlan, check_memory, scratch_slots, with_peak
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
@@ -60,6 +61,8 @@ class Loaded:
     """How rounds are launched and why, in words."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this pair."""
+    memory: MemoryPlan | None = None
+    """What it takes of the device's memory; None where the files did not tell, or several processes share it."""
 
     def close(self) -> None:
         """Ends what runs for the target outside of this process; memory goes with the last reference."""
@@ -133,6 +136,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         pair.dtype,
     )
     folder, drafter_config, reason = pair.drafter_path, pair.drafter_config, pair.no_drafter_reason
+    memory = check_memory(config, pair)
     try:
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
@@ -180,7 +184,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         _drafter_geometry(drafter_config, dtype) if drafter_config else None,
         limits.kv_slots,
         device,
-        scratch=GRAPH_SCRATCH if device.type == "cuda" else 0,
+        scratch=scratch_slots(device),
     )
     digest = checkpoint.digest() if checkpoint.gguf is not None else None
     block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
@@ -199,6 +203,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         threads=threads,
         target_digest=digest,
         notes=_notes(folder, digest),
+        memory=with_peak(memory, device),
         layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
 

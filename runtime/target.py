@@ -202,6 +202,22 @@ class TransformersDecoder:
         return keep
 
 
+class _Outline(Checkpoint):
+    """A checkpoint whose weights are shapes alone."""
+
+    def load_state(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Tensor]:
+        architecture, config = hf_config(self)
+        state: dict[str, Tensor] = skeleton(architecture, config).state_dict()
+        if config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        return {name: value for name, value in state.items() if wanted(name)}
+
+
+def outline(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with weights of its shapes and no numbers, for a model on torch's meta device; reads no weight."""
+    return _Outline(checkpoint.name, checkpoint.path, checkpoint.config, checkpoint.eos_token_ids)
+
+
 def hf_config(checkpoint: Checkpoint) -> tuple[str, Any]:
     """The architecture's class name and its transformers configuration, with our attention function."""
     from transformers import AttentionInterface, AutoConfig

@@ -80,13 +80,13 @@ def wired() -> tuple[GangDevice, RemotePool, list[Recorder], list[list[Pool]]]:
 
 def test_every_operation_reaches_both_ranks_as_it_was_said(wired: Any) -> None:
     device, _, recorders, _ = wired
-    round_shape, chunk_shape = Shape(2, 16, noisy=True, shared=True), PromptShape(32, True, False, True)
+    round_shape, chunk_shape = Shape(2, 16, noisy=True, filtered=True), PromptShape(32, True, False, True)
     batch = HostBatch.empty(BATCH, pinned=False)
-    batch.state.copy_(torch.arange(8 * BATCH).view(8, BATCH))
+    batch.state.copy_(torch.arange(batch.state.numel()).view_as(batch.state))
     batch.seeds.copy_(torch.tensor([-(2**63), 2**63 - 1, 7]))
-    batch.temperature.copy_(torch.tensor([0.0, 0.7, 1.3]))
+    batch.odds.copy_(torch.tensor([[0.0, 0.7, 1.3], [1.0, 0.9, 0.5], [0.0, 0.1, 0.2]]))
     batch.stops.fill_(-1)
-    chunk = Chunk((3, 9, 40, 6, 5, 8), (11, 0, 151_935), -5, 0.1)
+    chunk = Chunk((3, 9, 40, 6, 5, 8, 50), (11, 0, 151_935), -5, (0.1, 0.9, 0.05))
     device.prepare(round_shape)
     device.prepare(round_shape)
     device.prepare(chunk_shape)

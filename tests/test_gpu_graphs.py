@@ -115,7 +115,7 @@ def _ranks(loaded: Loaded, drafter: Path) -> GangTarget:
     "DDTREE_LONG" not in os.environ, reason="minutes in Triton's interpreter; set DDTREE_LONG=1"
 )
 def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> None:
-    """A batch that changes, modes that flip, a seed, a stop token, logprobs (which no kernel knows), a cancel."""
+    """A batch that changes, modes that flip, a seed, a stop token, filters, logprobs (which no kernel knows)."""
     found: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
         ends: dict[str, Any] = {}
@@ -129,6 +129,7 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
             ("seeded", 1, {"max_tokens": 9, "temperature": 0.8, "seed": 4}),
             ("stopped", 2, {"max_tokens": 14, "stop_token_ids": (170,)}),
             ("logprobs", 3, {"max_tokens": 4, "logprobs": 1}),
+            ("filtered", 1, {"max_tokens": 9, "temperature": 1.2, "seed": 5, "top_k": 9, "top_p": 0.9}),
         )
         for label, prompt, sampling in asked:
             request = GenerateRequest(
@@ -145,4 +146,4 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
         found[name] = ends
     assert found["device"] == found["host"]
     assert found["ranks"] == found["host"]
-    assert len(found["host"]) == 4
+    assert len(found["host"]) == 5
