@@ -118,10 +118,11 @@ def records(run: Run, library: Library, hardware: Hardware) -> dict[str, list[Ev
 
 
 def findings(run: Run) -> Iterator[tuple[str, str | None, str]]:
-    """(layout, model, words) of what has no figure to predict: parity, flips, killed ranks."""
+    """(layout, model, words) of what has no figure to predict: parity, flips, killed ranks; the last of each."""
     where = "NCCL" if run.gpu else "gloo"
     outputs = {(line["model"], line["layout"]): line for line in run.of("parity", "outputs")}
-    for line in run.of("parity", "tokens"):
+    texts = {(line["model"], line["layout"]): line for line in run.of("parity", "tokens")}
+    for line in texts.values():
         key = (line["model"], line["layout"])
         trees = ", ".join(map(str, line["budgets"]))
         words = (
@@ -132,11 +133,11 @@ def findings(run: Run) -> Iterator[tuple[str, str | None, str]]:
         if key in outputs:
             words += f"; {_outputs_words(outputs[key])}"
         yield line["layout"], line["model"], words
-    for line in run.of("flip", "flip"):
+    for line in {line["to"]: line for line in run.of("flip", "flip")}.values():
         if line["failure"] is None:
             words = f"flip to {line['to']} under a stream: {line['pause_s']:.2f} s without service"
             yield line["to"], None, words
-    for line in run.of("kill", "kill"):
+    for line in {line["layout"]: line for line in run.of("kill", "kill")}.values():
         if "seen_s" in line:
             back = "memory back" if line["memory_back"] else "memory not back"
             words = (
