@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import triton
 
 from runtime.config import validate
 from runtime.engine import Engine
@@ -44,6 +42,8 @@ class Taken:
     decoded: int = 0
     round_s: float = 0.0
     speeds: list[float] = field(default_factory=list)
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and tokens of each step that decoded a round and prefilled nothing."""
     texts: list[tuple[int, ...]] = field(default_factory=list)
 
 
@@ -65,7 +65,8 @@ def take(
             taken.speeds.append(event.stats.tok_s or 0.0)
 
     waiting = list(enumerate(prompts))
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     began = time.perf_counter()
     while waiting or flying:
         while waiting and flying < concurrency:
@@ -76,10 +77,13 @@ def take(
             )  # fmt: skip
             flying += 1
             engine.submit(request, sink)
+        at = time.perf_counter()
         stats = engine.step()
         if stats is not None:
             taken.rounds += 1
             taken.round_s += sum(stats.stage_s)
+            if not stats.prefill_tokens:
+                taken.steps.append((time.perf_counter() - at, stats.emitted))
     taken.seconds = time.perf_counter() - began
     return taken
 
@@ -159,6 +163,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
     args = parser.parse_args()
+    import transformers
+    import triton
+
     began = time.perf_counter()
     config = validate(
         {
