@@ -195,6 +195,23 @@ class GraphRounds:
         """The round in flight, if there is one; nothing is launched."""
         return None if self._flight is None else self._collect(self._flight, batch)
 
+    @torch.inference_mode()
+    def round_seconds(self, rows: int, repeats: int = 4) -> float:
+        """Seconds of a greedy round of one sequence with `rows` tree rows, root included; for an idle engine.
+
+        Several are launched before the first is waited for, as while requests run.
+        """
+        size = next(size for size in ROWS if size >= rows)
+        graph = self._graph(Shape(1, size, context=self._models.drafter is not None))
+        self._flight, self._rows = None, []
+        self._round.rest()
+        self._mark()()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            graph()
+        self._mark()()
+        return (time.perf_counter() - began) / repeats
+
     def _continues(
         self, flight: _Flight, shape: Shape, batch: Seq[Sequence], speculation: Seq[Speculation]
     ) -> bool:
@@ -227,9 +244,7 @@ class GraphRounds:
     def _captured(self, enqueue: Callable[[], None]) -> Callable[[], object]:
         device = self._round
         held = device.state.clone()
-        device.active.zero_()
-        device.block_rows.zero_()
-        device.prompt_state.zero_()
+        device.rest()
         enqueue()  # compiles what is new; nothing may compile under capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
