@@ -36,12 +36,13 @@ def plan_change(
     outage_s: float | None = None,
     refused: Mapping[str, str] = NOTHING,
     notes: Mapping[str, str] = NOTHING,
+    captured: Mapping[str, str] = NOTHING,
 ) -> ChangePlan:
     """The plan of `change` to `config`; raises ConfigRejected where a field or value is wrong.
 
     `budget_in_use` stands in for a tree budget the configuration leaves to calibration, `outage_s` is what a rebuild
     is expected to take, `refused` has the reasons why fields cannot take their new values, `notes` what else there is
-    to say of a rebuild.
+    to say of a rebuild, `captured` the fields that need none for once, with what that costs.
     """
     changed = config.changed(change)
     changes = []
@@ -50,8 +51,9 @@ def plan_change(
         if old == new:
             continue
         shown = budget_in_use if field == "tree_budget" and old is None else old
-        effect = "refused" if field in refused else effect_of(field, changed)
-        note = refused.get(field, "" if effect == "live" else notes.get(field, "the engine is rebuilt"))
+        effect = "refused" if field in refused else "live" if field in captured else effect_of(field, changed)
+        plain = captured.get(field, "") if effect == "live" else notes.get(field, "the engine is rebuilt")
+        note = refused.get(field, plain)
         changes.append(FieldChange(field=field, old=shown, new=new, effect=effect, note=note))
     rebuilds = any(each.effect == "rebuild" for each in changes)
     reasons = [each.note for each in changes if each.effect == "refused"]
@@ -119,6 +121,7 @@ def _summary(
     if not changes:
         return "nothing to change"
     text = ", ".join(f"{each.field} {_shown(each.old)} -> {_shown(each.new)}" for each in changes)
+    text += "".join(f"; live: {each.note}" for each in changes if each.effect == "live" and each.note)
     if unreached:
         text += f"; {unreached} running request{'s' if unreached > 1 else ''} keep the temperature they began with"
     if outage_s is None or outage_s > 0.0:
@@ -137,7 +140,7 @@ def _shown(value: Any) -> str:
 
 
 async def refusals(config: RuntimeConfig, wanted: RuntimeConfig, change: Iterable[str]) -> dict[str, str]:
-    """Fields of `change` that cannot take their wanted values, as far as files tell, with the reason."""
+    """Fields of `change`, those that are rebuilt, that cannot take their wanted values, with the reason."""
     rebuilds = [name for name in change if effect_of(name, wanted) == "rebuild"]
     rebuilds = [name for name in rebuilds if getattr(config, name) != getattr(wanted, name)]
     if not rebuilds:
@@ -146,7 +149,7 @@ async def refusals(config: RuntimeConfig, wanted: RuntimeConfig, change: Iterabl
     def look() -> dict[str, str]:
         try:
             if wanted.engine == "sglang":
-                from runtime.sglang_engine import inspect_sglang
+                from runtime.sglang_arguments import inspect_sglang
 
                 inspect_sglang(wanted)
             else:
@@ -165,10 +168,13 @@ def no_rebuild(holder: str) -> str:
     return f"no rebuild now: {holder}; wait for it or cancel it"
 
 
-def held_back(config: RuntimeConfig, wanted: RuntimeConfig, holder: str) -> dict[str, str]:
-    """Fields that a running job keeps from being changed, with the reason."""
+def held_back(
+    config: RuntimeConfig, wanted: RuntimeConfig, holder: str, captured: Mapping[str, str] = NOTHING
+) -> dict[str, str]:
+    """Fields that a running job keeps from being changed, with the reason; those of `captured` need no rebuild."""
     differing = [name for name in EFFECTS if getattr(config, name) != getattr(wanted, name)]
-    return {name: no_rebuild(holder) for name in differing if effect_of(name, wanted) == "rebuild"}
+    rebuilt = [name for name in differing if name not in captured and effect_of(name, wanted) == "rebuild"]
+    return dict.fromkeys(rebuilt, no_rebuild(holder))
 
 
 def builds_ahead(config: RuntimeConfig, wanted: RuntimeConfig, engine: Engine | None) -> bool:

@@ -234,6 +234,10 @@ class Engine:
             tick()
             self._start()
 
+    def within_capture(self, _wanted: RuntimeConfig) -> dict[str, str]:
+        """Fields that take their values in `_wanted` without a rebuild, though graphs were captured; with the cost."""
+        return {}
+
     def speculation(self, mode: str | None, tree_budget: int | None) -> Speculation:
         """How a request that asks for `mode` and `tree_budget` (None: the configured ones) drafts in the next round."""
         if self.auto.follows(mode, self.config):

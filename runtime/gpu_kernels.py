@@ -125,6 +125,30 @@ def linear_kernel(
         tl.store(squares_out + m * TILES + tl.program_id(0), tl.sum(wide * wide, 1), mask=live)
 
 
+@triton.jit(do_not_specialize=["tap_stride"])
+def add_sum_kernel(
+    summed, bias, hidden, gain, scaled, squares, tap, tap_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`hidden [rows, WIDTH] += summed + bias`, a product that was summed over ranks; the rest as `linear_kernel`."""
+    begin(PDL)
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    here = i < WIDTH
+    total = tl.load(summed + row * WIDTH + i, mask=here, other=0.0)
+    if BIAS:
+        total += tl.load(bias + i, mask=here, other=0.0).to(tl.float32)
+    total += tl.load(hidden + row * WIDTH + i, mask=here, other=0.0).to(tl.float32)
+    result = total.to(hidden.dtype.element_ty)
+    tl.store(hidden + row * WIDTH + i, result, mask=here)
+    if TAP:
+        tl.store(tap + row * tap_stride + i, result, mask=here)
+    wide = result.to(tl.float32)
+    factor = tl.load(gain + i, mask=here, other=0.0).to(tl.float32)
+    tl.store(scaled + row * WIDTH + i, (wide * factor).to(hidden.dtype.element_ty), mask=here)
+    tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
+
+
 @triton.jit(do_not_specialize=["M", "tiles"])
 def gated_kernel(
     x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,

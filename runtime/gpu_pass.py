@@ -16,6 +16,7 @@ from runtime.fused import FusedDecoder, FusedLayer, FusedStack
 from runtime.gpu_heads import choose_kernel, chosen_kernel, filter_kernel
 from runtime.gpu_kernels import (
     SCRATCH,
+    add_sum_kernel,
     combine_kernel,
     context_store_kernel,
     embed_kernel,
@@ -25,7 +26,7 @@ from runtime.gpu_kernels import (
     tree_attention_kernel,
 )
 from runtime.kv_cache import Pool
-from runtime.linear import Linear, PlainLinear
+from runtime.linear import Linear, PlainLinear, ReducedLinear
 from runtime.round import Models
 
 MOST_ROWS = int(SCRATCH.value)
@@ -51,15 +52,21 @@ def unsupported(models: Models) -> str | None:
     assert isinstance(decoder, FusedDecoder)
     stacks = [decoder.stack] + ([drafter.stack] if drafter is not None else [])
     for stack in stacks:
-        if stack.shape.head_dim not in (16, 32, 64, 128, 256):
-            return f"head size {stack.shape.head_dim} is no power of two from 16 to 256"
-        if any(window is not None for window in stack.shape.windows):
-            return "sliding windows"
+        why = unsupported_attention(stack.shape.head_dim, stack.shape.windows)
+        if why is not None:
+            return why
         if not all(isinstance(layer.qkv, PlainLinear) for layer in stack.layers):
             return "packed linear layers"
     if models.propose is not None:
         return "drafts come from elsewhere"
     return None
+
+
+def unsupported_attention(head_dim: int, windows: tuple[int | None, ...]) -> str | None:
+    """Why the attention kernel does not know such layers; None if it does."""
+    if head_dim not in (16, 32, 64, 128, 256):
+        return f"head size {head_dim} is no power of two from 16 to 256"
+    return None if all(window is None for window in windows) else "sliding windows"
 
 
 def weight_of(linear: Linear) -> Tensor:
@@ -164,6 +171,8 @@ class DevicePass:
         self.head_tiles = -(-self.vocab // head_block(hidden))
         self._best = self.floats(self.head_tiles * rows)
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
+        split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
+        self._summed = self.floats(rows if split else 0, hidden)
         self._stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
@@ -175,6 +184,10 @@ class DevicePass:
     def call(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
         """Launches a kernel; where the device can, its start overlaps the end of the one before."""
         kernel[grid](*args, **settings, **self._overlap)
+
+    def call_after_all(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+        """Launches a kernel that starts when what is before has ended, kernels of others too."""
+        kernel[grid](*args, **settings, PDL=False)
 
     def embed(
         self,
@@ -318,6 +331,10 @@ class DevicePass:
     ) -> None:
         """`linear_kernel`: `norm_eps` of the norm before, `add` the product to `out`, `gain` of the norm after."""
         assert isinstance(linear, PlainLinear)
+        if isinstance(linear, ReducedLinear):
+            assert add and gain is not None
+            self._linear_over_ranks(linear, x, out, rows, gain, tap)
+            return
         weight, bias = linear.weight, linear.bias
         n, k = weight.shape
         blocks = blocks_of(rows, weight)
@@ -331,6 +348,29 @@ class DevicePass:
         )  # fmt: skip
         if gain is not None:
             self.parts = -(-n // blocks["BLOCK_N"])
+
+    def _linear_over_ranks(
+        self, linear: ReducedLinear, x: Tensor, out: Tensor, rows: int, gain: Tensor, tap: Tensor | None
+    ) -> None:
+        """`_linear` with `add` and `gain`, where each rank has a part of the product."""
+        weight, bias = linear.weight, linear.bias
+        n, k = weight.shape
+        blocks = blocks_of(rows, weight)
+        part = self._summed[:rows]
+        self.call(
+            linear_kernel, _grid(rows, n, blocks),
+            x, weight, part, self.squares, x, out, x, x, self.scaled, self.squares, x, rows, n, k, 0, 0, 0.0,
+            NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+        linear.reduce(part)
+        self.call_after_all(
+            add_sum_kernel, (rows,),
+            part, x if bias is None else bias, out, gain, self.scaled, self.squares,
+            x if tap is None else tap, 0 if tap is None else tap.stride(0),
+            WIDTH=n, BLOCK=pow2(n), TILES=self._tiles, BIAS=bias is not None, TAP=tap is not None,
+            num_warps=8 if n > 1024 else 4,
+        )  # fmt: skip
+        self.parts = 1
 
     def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
         weight = weight_of(layer.gate_up)
@@ -354,29 +394,13 @@ def head_block(k: int) -> int:
 def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
     """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
 
-    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
-    which multiplies two weights at once, or "head".
+    Measured inside whole rounds, where what a kernel leaves free lets the next one start. Small weights want many
+    narrow tiles, which wait for memory side by side; large ones deep tiles. From 17 rows on tiles have 64, which is
+    what the warp group's product takes. `kind`: "gate", which multiplies two weights at once, or "head".
     """
     n, k = weight.shape
     n = n // 2 if kind == "gate" else n
-    few, large = rows <= 16, n * k >= 8_000_000
-    block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
-    warps = 8 if block_m == 128 else 4
-    if kind == "head":
-        block_n, block_k, stages = head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5
-    elif large and block_m == 128:
-        block_n, block_k, stages = 128 if n > 4096 else 64, 64, 4
-    elif large and (n <= 4096 or few or (rows <= 32 and kind != "gate")):
-        block_n, block_k, stages = 32, 256, 4
-    elif large:
-        block_n, block_k, stages = 64, 128, 4
-    elif rows > 64:
-        block_n, block_k, stages = 64 if kind == "gate" else 32, 64, 4 if kind == "gate" else 5
-    elif k <= 1024:
-        block_n, block_k, stages = 32 if few and kind == "gate" else 16, 64, 9
-        warps = 2 if few and kind != "gate" else 4
-    else:
-        block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
+    block_m, block_n, block_k, stages, warps = _tiles(rows, n, k, kind)
     # Stages were measured with two bytes an element and have to fit into shared memory with four.
     block_k = min(block_k * 2 // weight.element_size(), max(16, pow2(k)))
     return {
@@ -387,3 +411,26 @@ def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
         "num_warps": warps,
         "num_stages": stages,
     }
+
+
+def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, int]:
+    """Rows, columns, depth, stages and warps of a tile."""
+    few, large, gate = rows <= 16, n * k >= 8_000_000, kind == "gate"
+    if kind == "head":
+        block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 else 64
+        return block_m, head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5, 8 if block_m == 128 else 4
+    if large:
+        if few:
+            return (16, 64, 128, 3, 8) if gate else (16, 32, 256, 4, 4)
+        if rows >= 256:
+            return 128, 128 if n > 4096 else 64, 64, 4, 8
+        if rows > 64:
+            return (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 256, 4, 4)
+        return (64, 128, 64, 4, 4) if gate else (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 128, 6, 4)
+    if rows > 64:
+        return (64, 64, 64, 4, 4) if gate else (64, 32, 64, 5, 4)
+    if k > 1024:
+        return (16 if few else 32, 16, 256, 6, 4) if rows <= 32 else (64, 16, 128, 5, 4)
+    if few:
+        return (16, 32, 64, 9, 4) if gate else (16, 16, 64, 9, 2)
+    return (64, 32, 64, 6, 4) if n <= k else (64, 16, 64, 9, 4)

@@ -78,6 +78,11 @@ def batches(max_batch: int) -> list[int]:
     return sizes
 
 
+def prefill_sizes(max_batch: int) -> tuple[int, ...]:
+    """Prompt chunks that are captured beside rounds of up to `max_batch` sequences."""
+    return tuple(size for size in PREFILLS if size <= max(max_batch * MOST_ROWS, PREFILLS[0]))
+
+
 class GpuRound:
     """Buffers and kernel calls of rounds of up to `max_batch` sequences over the slots of `models`."""
 
@@ -92,7 +97,7 @@ class GpuRound:
         self.block = models.block_size if models.drafter is not None else 1
         """Positions of a draft block, root included: no round commits more."""
         rows = max_batch * MOST_ROWS
-        self.prefills = tuple(size for size in PREFILLS if size <= max(rows, PREFILLS[0]))
+        self.prefills = prefill_sizes(max_batch)
         sizes = [(batch, each) for batch in batches(max_batch) for each in (*ROWS, self.block)]
         sizes += [(1, each) for each in self.prefills]
         self._pass = DevicePass(models, max(rows, self.prefills[-1]), positions, sizes)

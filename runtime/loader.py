@@ -16,10 +16,11 @@ from runtime.config import RuntimeConfig
 from runtime.drafter import DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
 from runtime.fused import FusedDrafter
 from runtime.gang_target import GangTarget
+from runtime.graph_loading import graph_rounds, rank_rounds
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
-from runtime.memory_plan import MemoryPlan, check_memory, graph_sizes, scratch_slots, with_peak
+from runtime.memory_plan import MemoryPlan, check_memory, scratch_slots, with_peak
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
@@ -169,6 +170,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
                 threads=threads,
                 tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
                 variables=rank_variables(config.layout),
+                rounds=rank_rounds(config, pair),
             )
         target.limit_vocabulary(tokenizer.vocab_size)
     except (CheckpointError, DrafterMismatch) as refused:
@@ -187,7 +189,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
     digest = checkpoint.digest() if checkpoint.gguf is not None else None
     block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
     models = Models(target, drafter, cache, block_size, config.draft_noise)
-    graphs, rounds = _graphs(config, models, limits, progress)
+    graphs, rounds = graph_rounds(config, models, limits, progress)
     return Loaded(
         models=models,
         graphs=graphs,
@@ -204,28 +206,6 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         memory=with_peak(memory, device),
         layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
-
-
-def _graphs(
-    config: RuntimeConfig, models: Models, limits: Limits, progress: Progress
-) -> tuple[GraphRounds | None, str]:
-    """Rounds as CUDA graphs where the device, the model and the settings allow, and a line saying so or why not."""
-    stepwise = "rounds launched from the host"
-    if models.target.device.type != "cuda":
-        return None, stepwise
-    if config.attention_backend == "sdpa":
-        return None, f"{stepwise} (attention_backend = sdpa)"
-    try:
-        from runtime.gpu_graphs import GraphRounds
-        from runtime.gpu_pass import unsupported
-    except ImportError:
-        return None, f"{stepwise} (triton is not installed)"
-    why = unsupported(models)
-    if why is not None:
-        return None, f"{stepwise} ({why})"
-    graphs = GraphRounds(models, *graph_sizes(config, limits))
-    graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
-    return graphs, "rounds replayed as CUDA graphs"
 
 
 def _check_dimensions(checkpoint: Checkpoint) -> None:

@@ -220,9 +220,11 @@ class LocalRuntime(EngineThread):
         running = await self._call(lambda engine: engine.requests()) if self._state in UP else ()
         wanted = config.changed(change)
         load_s = self._measurements.get(load_key(wanted), (None, None))[1]
-        refused = await refusals(config, wanted, change) if self._state in UP else {}
+        captured = self._engine.within_capture(wanted) if self._engine else {}
+        rebuilt = [field for field in change if field not in captured]
+        refused = await refusals(config, wanted, rebuilt) if self._state in UP else {}
         if self.job_board.holder and not refused:
-            refused = held_back(config, wanted, self.job_board.holder)
+            refused = held_back(config, wanted, self.job_board.holder, captured)
         ahead = builds_ahead(config, wanted, self._engine)
         return plan_change(
             config,
@@ -233,6 +235,7 @@ class LocalRuntime(EngineThread):
             outage(load_s, self._engine, config, ahead, self._carry_s.get(load_key(wanted))),
             refused,
             rebuild_notes(config, wanted, ahead),
+            captured,
         )
 
     async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:

@@ -1,20 +1,24 @@
-"""From a configuration and its layout to the arguments and variables that SGLang is started with."""
+"""From a configuration and its layout to the arguments and variables that SGLang is started with, all checked."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from layouts.arguments import TREE_ALGORITHM, child_environment
+from layouts.checks import tree_refusal
 from layouts.library import load_library
 from layouts.presets import Degrees, Preset
 from layouts.values import LayoutError
 from runtime.config import RuntimeConfig
 from runtime.interface import ConfigRejected
-from runtime.loader import Pair
+from runtime.loader import Pair, read_pair
 from runtime.sglang_checks import MODE, SEEDED
-from runtime.sglang_host import Launch, find_python
+from runtime.sglang_host import Launch, check, environment_folder, find_python
 
 SINGLE = Preset(name="single-gpu", title="One process", engine="sglang")
+FALLBACK_BUDGET = 31
+"""Tree budget where the configuration names none: a verify pass of 32 rows."""
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}
 
 
@@ -100,3 +104,64 @@ def launch_of(config: RuntimeConfig, pair: Pair, budget: int, block: int) -> Lau
             "speculative_num_draft_tokens": budget + 1,
         }
     return Launch(find_python(config.sglang_python), arguments, environment)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A configuration for SGLang that has passed every check that needs no GPU."""
+
+    pair: Pair
+    launch: Launch
+    budget: int
+
+
+def tree_budget_of(config: RuntimeConfig, pair: Pair) -> int:
+    """Draft nodes of a verify pass as captured: 0 in mode off, the block's in mode chain."""
+    drafter = pair.drafter_config
+    if config.mode == "off" or drafter is None or pair.no_drafter_reason is not None:
+        return 0
+    horizon = (config.block_size or drafter.block_size) - 1
+    if config.mode == "chain":
+        return horizon
+    wanted = FALLBACK_BUDGET if config.tree_budget is None else config.tree_budget
+    if config.tree_budget is None:
+        wanted = max(min(wanted, config.max_tree_budget), horizon)
+    return wanted
+
+
+def prepare(config: RuntimeConfig) -> Prepared:
+    """Checks `config` as far as files and this side tell; raises ConfigRejected naming the field."""
+    if config.mode == "auto":
+        raise ConfigRejected(
+            "mode: auto chooses round by round, SGLang's graphs are captured for one mode; use off, chain or tree",
+            "mode",
+        )
+    pair = read_pair(config)
+    if pair.checkpoint.gguf is not None:
+        raise ConfigRejected(
+            f"model: SGLang runs Hugging Face folders, {pair.checkpoint.name} is a GGUF file; convert it: "
+            f"ddtree model convert {config.model} FOLDER",
+            "model",
+        )
+    budget = tree_budget_of(config, pair)
+    drafter = pair.drafter_config
+    block = (config.block_size or drafter.block_size) if drafter else 1
+    narrow = tree_refusal(budget, block) if budget else None
+    if narrow:
+        raise ConfigRejected(f"{narrow}, 0, or a smaller block_size", "tree_budget")
+    layers = int(pair.checkpoint.config["num_hidden_layers"])
+    if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
+        raise ConfigRejected(
+            f"drafter: {pair.drafter_path} is fed with the target's last layer (target_layer_ids "
+            f"{list(drafter.target_layer_ids)} of {layers} layers), which SGLang keeps; use engine = native",
+            "drafter",
+        )
+    return Prepared(pair, launch_of(config, pair, budget, block), budget)
+
+
+def inspect_sglang(config: RuntimeConfig) -> None:
+    """Everything that can be known before teardown, SGLang's own parser included; raises ConfigRejected."""
+    prepared = prepare(config)
+    folder = environment_folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    check(prepared.launch, folder.parent)

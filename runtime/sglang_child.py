@@ -3,8 +3,9 @@
     python -m runtime.sglang_child serve FD     reads the engine's arguments from the pipe, then requests
     python -m runtime.sglang_child check        arguments as JSON on stdin, what SGLang's parser makes of them on stdout
 
-Messages are bytes: one letter, then JSON. To here: `S` engine arguments, `N` a new request, `X` cancel one. From here:
-`R` ready, `A` answers of a step, `E` an error after which nothing comes. Nothing but SGLang is imported.
+Messages are bytes: one letter, then JSON. To here: `S` engine arguments, `N` a new request, `X` cancel one, `B` another
+tree budget. From here: `R` ready, `A` answers of a step or to a budget, `E` an error after which nothing comes. Nothing
+but SGLang is imported.
 The process ends with its pipe, and all processes it started with it.
 """
 
@@ -115,10 +116,28 @@ class Service:
 
     def _obey(self, kind: bytes, order: dict[str, Any]) -> None:
         name = order["id"]
+        if kind == b"B":
+            self._tasks[name] = asyncio.get_running_loop().create_task(
+                self._set_budget(name, order["budget"])
+            )
         if kind == b"N":
             self._tasks[name] = asyncio.get_running_loop().create_task(self._run(name, order))
         elif kind == b"X" and name in self._tasks:
             self.engine.tokenizer_manager.abort_request(rid=name)
+
+    async def _set_budget(self, name: str, budget: int) -> None:
+        """Has the schedulers count `budget` draft nodes from their next step on, and says whether all do."""
+        from sglang.srt.managers.io_struct import SetInternalStateReq
+
+        from runtime.sglang_plugin import BUDGET
+
+        try:
+            asked = SetInternalStateReq(server_args={BUDGET: budget})
+            taken = all(await self.engine.tokenizer_manager.set_internal_state(asked))
+        except Exception:
+            taken = False
+        self._tasks.pop(name, None)
+        self.send(b"A", [{"id": name, "budget": budget, "taken": taken}])
 
     async def _run(self, name: str, order: dict[str, Any]) -> None:
         """Sends what a request gives as it comes; its last message has `finish`."""

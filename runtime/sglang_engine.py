@@ -10,18 +10,17 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from layouts.checks import tree_refusal
 from runtime.calibrate import Calibration, prove
-from runtime.config import RuntimeConfig
+from runtime.config import EFFECTS, FIXED_UNDER_SGLANG, RuntimeConfig
 from runtime.engine import Engine, Running, Sink
 from runtime.gang_step import RemotePool
 from runtime.interface import (
-    ConfigRejected,
+    EngineLost,
     FinishReason,
     GenerateRequest,
     Mode,
@@ -29,18 +28,16 @@ from runtime.interface import (
     RoundStats,
 )
 from runtime.kv_cache import KVCache
-from runtime.loader import Loaded, Pair, Progress, read_pair
+from runtime.loader import Loaded, Pair, Progress
 from runtime.round import Models, SequenceRound
 from runtime.sequence import OutputToken, Speculation
-from runtime.sglang_arguments import launch_of
-from runtime.sglang_host import Launch, SglangProcess, check, environment_folder
+from runtime.sglang_arguments import Prepared, prepare, tree_budget_of
+from runtime.sglang_host import Launch, SglangProcess, environment_folder
 from runtime.target import TargetModel
 from runtime.traces import LateRounds, TracedRound
 
 WAIT_S = 0.02
 """A step waits so long for tokens; commands are obeyed between two steps."""
-FALLBACK_BUDGET = 31
-"""Tree budget where the configuration names none: a verify pass of 32 rows."""
 
 
 class SglangTarget(TargetModel):
@@ -57,67 +54,6 @@ class SglangTarget(TargetModel):
     def close(self) -> None:
         """Ends SGLang and all its processes."""
         self.process.close()
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A configuration for SGLang that has passed every check that needs no GPU."""
-
-    pair: Pair
-    launch: Launch
-    budget: int
-
-
-def tree_budget_of(config: RuntimeConfig, pair: Pair) -> int:
-    """Draft nodes of a verify pass as captured: 0 in mode off, the block's in mode chain."""
-    drafter = pair.drafter_config
-    if config.mode == "off" or drafter is None or pair.no_drafter_reason is not None:
-        return 0
-    horizon = (config.block_size or drafter.block_size) - 1
-    if config.mode == "chain":
-        return horizon
-    wanted = FALLBACK_BUDGET if config.tree_budget is None else config.tree_budget
-    if config.tree_budget is None:
-        wanted = max(min(wanted, config.max_tree_budget), horizon)
-    return wanted
-
-
-def prepare(config: RuntimeConfig) -> Prepared:
-    """Checks `config` as far as files and this side tell; raises ConfigRejected naming the field."""
-    if config.mode == "auto":
-        raise ConfigRejected(
-            "mode: auto chooses round by round, SGLang's graphs are captured for one mode; use off, chain or tree",
-            "mode",
-        )
-    pair = read_pair(config)
-    if pair.checkpoint.gguf is not None:
-        raise ConfigRejected(
-            f"model: SGLang runs Hugging Face folders, {pair.checkpoint.name} is a GGUF file; convert it: "
-            f"ddtree model convert {config.model} FOLDER",
-            "model",
-        )
-    budget = tree_budget_of(config, pair)
-    drafter = pair.drafter_config
-    block = (config.block_size or drafter.block_size) if drafter else 1
-    narrow = tree_refusal(budget, block) if budget else None
-    if narrow:
-        raise ConfigRejected(f"{narrow}, 0, or a smaller block_size", "tree_budget")
-    layers = int(pair.checkpoint.config["num_hidden_layers"])
-    if budget and drafter is not None and max(drafter.target_layer_ids) >= layers - 1:
-        raise ConfigRejected(
-            f"drafter: {pair.drafter_path} is fed with the target's last layer (target_layer_ids "
-            f"{list(drafter.target_layer_ids)} of {layers} layers), which SGLang keeps; use engine = native",
-            "drafter",
-        )
-    return Prepared(pair, launch_of(config, pair, budget, block), budget)
-
-
-def inspect_sglang(config: RuntimeConfig) -> None:
-    """Everything that can be known before teardown, SGLang's own parser included; raises ConfigRejected."""
-    prepared = prepare(config)
-    folder = environment_folder()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    check(prepared.launch, folder.parent)
 
 
 def build_sglang(config: RuntimeConfig, progress: Progress) -> tuple[SglangEngine, Calibration]:
@@ -148,13 +84,14 @@ def build_sglang(config: RuntimeConfig, progress: Progress) -> tuple[SglangEngin
                 "a seed gives the same text in every mode of this engine, and another one than in the native engine",
             ),
         )
-        engine = SglangEngine(loaded, config, prepared.budget)
+        engine = SglangEngine(loaded, config, prepared)
         progress(0.9, "decoding the first tokens")
         prove(engine)
     except BaseException:
         process.close()
         raise
-    words = f"tree budget {prepared.budget}: as SGLang's graphs were captured; another one needs a rebuild"
+    smaller = "; a smaller one counts live, in as many ms a round" if config.mode == "tree" else ""
+    words = f"tree budget {prepared.budget}: as SGLang's graphs were captured{smaller}; a larger one needs a rebuild"
     return engine, Calibration(prepared.budget, {}, words)
 
 
@@ -163,8 +100,9 @@ class SglangEngine(Engine):
 
     modes_by_request = False
 
-    def __init__(self, loaded: Loaded, config: RuntimeConfig, default_budget: int) -> None:
-        super().__init__(loaded, config, default_budget)
+    def __init__(self, loaded: Loaded, config: RuntimeConfig, prepared: Prepared) -> None:
+        super().__init__(loaded, config, prepared.budget)
+        self._prepared = prepared
         assert isinstance(loaded.models.target, SglangTarget)
         self._process = loaded.models.target.process
         self._sent: dict[str, str] = {}
@@ -172,6 +110,8 @@ class SglangEngine(Engine):
         self._names = itertools.count()
         self._sampled = LateRounds()
         self._playing = self._captured()
+        self._asked = self._playing.tree_budget
+        """The tree budget SGLang was told of last; `_playing` has the one it has taken."""
         self._width = self._playing.tree_budget + 1
 
     def submit(self, request: GenerateRequest, sink: Sink) -> str:
@@ -208,9 +148,13 @@ class SglangEngine(Engine):
 
     def step(self) -> RoundStats | None:
         """Hands over what fits and delivers what came; figures where tokens came."""
+        self._follow_budget()
         self._start()
         emitted: list[int] = []
         for answer in self._process.take(WAIT_S):
+            if "budget" in answer:
+                self._take_budget(answer)
+                continue
             running = self._requests.get(self._sent.get(answer["id"], ""))
             if answer["finish"] is not None:
                 self._sent.pop(answer["id"], None)
@@ -243,6 +187,37 @@ class SglangEngine(Engine):
 
     def speculation(self, mode: str | None, tree_budget: int | None) -> Speculation:
         return self._playing
+
+    def within_capture(self, wanted: RuntimeConfig) -> dict[str, str]:
+        """`tree_budget`, where only that differs and the captured graphs hold as many nodes."""
+        differing = [
+            name for name in FIXED_UNDER_SGLANG if getattr(wanted, name) != getattr(self.config, name)
+        ]
+        rebuilt = [name for name, effect in EFFECTS.items() if effect == "rebuild"]
+        if any(getattr(wanted, name) != getattr(self.config, name) for name in rebuilt):
+            return {}
+        if differing != ["tree_budget"] or self._playing.mode != "tree":
+            return {}
+        budget, horizon = tree_budget_of(wanted, self._prepared.pair), self.loaded.models.block_size - 1
+        if not horizon <= budget <= self._prepared.budget:
+            return {}
+        cost = f"SGLang still computes the {self._width} rows its graphs were captured for, in as many ms a round"
+        return {"tree_budget": cost}
+
+    def _follow_budget(self) -> None:
+        """Tells SGLang of the budget that the configuration names."""
+        if self._playing.mode != "tree":
+            return
+        budget = tree_budget_of(self.config, self._prepared.pair)
+        if budget != self._asked:
+            self._asked = budget
+            self._process.set_budget(budget)
+
+    def _take_budget(self, answer: Mapping[str, Any]) -> None:
+        if not answer["taken"]:
+            raise EngineLost(f"SGLang did not take a tree budget of {answer['budget']}")
+        self._playing = replace(self._playing, tree_budget=int(answer["budget"]))
+        self.default_budget = self._playing.tree_budget
 
     def _captured(self) -> Speculation:
         if self.loaded.no_drafter_reason is not None:

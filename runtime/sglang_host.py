@@ -28,6 +28,7 @@ from typing import Any
 
 from runtime.interface import ConfigRejected, EngineLost
 from runtime.logs import LOGGER
+from runtime.sglang_checks import UNTESTED
 from runtime.sglang_trees import PLACE, TreeBox
 
 SGLANG_VERSION = "0.5.18"
@@ -107,7 +108,11 @@ class Launch:
 
     def variables(self, plugin: Path) -> dict[str, str]:
         """The environment of its processes; nothing is set in this one."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DDTREE_")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == UNTESTED or not name.startswith("DDTREE_")
+        }
         path = [str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**kept, "PYTHONUNBUFFERED": "1", **self.environment, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -201,6 +206,10 @@ class SglangProcess:
     def add(self, name: str, input_ids: list[int], sampling: Mapping[str, Any]) -> None:
         """Hands a request over. Raises EngineLost."""
         self._send(b"N", {"id": name, "input_ids": input_ids, "sampling": dict(sampling)})
+
+    def set_budget(self, budget: int) -> None:
+        """Asks for another tree budget; an answer with `budget` and `taken` comes of it. Raises EngineLost."""
+        self._send(b"B", {"id": f"budget {budget}", "budget": budget})
 
     def cancel(self, name: str) -> None:
         """Ends a request there; what it still sends is for nobody."""

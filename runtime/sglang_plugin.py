@@ -1,12 +1,13 @@
 """`DDTREE_CONSOLE`, a speculative algorithm for SGLang that comes from outside of it: entry point `sglang.srt.plugins`.
 
-SGLang calls `register` in each of its processes. Nothing of SGLang is edited: an algorithm is registered, and four of
+SGLang calls `register` in each of its processes. Nothing of SGLang is edited: an algorithm is registered, and five of
 its functions get hooks through its own hook registry:
 
     capture of verify graphs      would leave the trees' mask out for the DFlash family, which SGLang tells by name
     settings of a batch           give seeds to its sampler only in deterministic mode, which slows everything
     choice under filters          would add a seed's noise by rank, so that a text would depend on its neighbours
     requests that are refused     penalties would not see the drafted ancestors of a node
+    changes of internal state     how many draft nodes count can be changed between two steps, on all ranks at once
 
 Settings that SGLang's arguments have no place for come by environment: `DDTREE_SGLANG_MODE` (tree or chain) and
 `DDTREE_SGLANG_SEEDED` = 1 (plain decoding too samples by each request's seed).
@@ -28,8 +29,11 @@ HOOKED = (
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+    "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
 )
-"""Functions of SGLang that get a hook: the first three after them, the last one around it."""
+"""Functions of SGLang that get a hook: the first three after them, the others around them."""
+BUDGET = "ddtree_tree_budget"
+"""Key of a change of internal state, as of `/set_internal_state`: how many draft nodes count."""
 DEFAULT_RUNNING = 16
 """Requests at a time where no argument says so: a batch verifies requests x nodes rows."""
 
@@ -51,7 +55,8 @@ def register() -> None:
 
     for target, hook in zip(HOOKED, (with_tree_mask, with_seeds, refuse_request), strict=False):
         HookRegistry.register(target, hook, HookType.AFTER)
-    HookRegistry.register(HOOKED[-1], choose_by_token, HookType.AROUND)
+    for target, hook in zip(HOOKED[3:], (choose_by_token, set_budget), strict=True):
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def check_arguments(server_args: Any) -> None:
@@ -140,6 +145,25 @@ def choose_by_token(
 
     left = kept(probs, top_ks, top_ps, min_ps if need_min_p else None)
     return sampling_from_probs_torch(left, sampling_seed=seeds, positions=positions)
+
+
+def set_budget(others: Any, scheduler: Any, asked: Any) -> Any:
+    """Takes `BUDGET` out of a change of internal state, which all ranks get between the same two steps.
+
+    Refused, as SGLang refuses, where no trees are served or the graphs hold fewer nodes.
+    """
+    wanted = dict(asked.server_args)
+    budget = wanted.pop(BUDGET, None)
+    if budget is None:
+        return others(scheduler, asked)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    worker = scheduler.draft_worker
+    shape = getattr(worker, "shape", None)
+    if wanted or shape is None or not shape.horizon <= budget <= shape.tree_budget:
+        return SetInternalStateReqOutput(updated=False)
+    worker.tree_budget = int(budget)
+    return SetInternalStateReqOutput(updated=True)
 
 
 def refuse_request(refusal: str | None, request: Any, *_args: Any) -> str | None:

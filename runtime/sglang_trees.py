@@ -87,6 +87,7 @@ class Sample:
     whole: Any
     """Int64 `[2 + 2 * block + 3 * nodes]`: see `TreeSampler._copied`."""
     log_probs: Any
+    nodes: int
     arrived: Any
     """What to ask whether the copies are complete; None: they are."""
 
@@ -105,17 +106,18 @@ class TreeSampler:
         self._next = 0.0
         self._sample: Sample | None = None
 
-    def step(self, requests: Sequence[Any], committed: Any, tree: Any, accepted: Any) -> None:
+    def step(self, requests: Sequence[Any], committed: Any, tree: Any, accepted: Any, nodes: int) -> None:
         """After a step: sends the sample that has arrived; takes another one if its time has come.
 
-        `requests`: those of the batch (`rid`), in the order of the rows of `committed [batch]`, `tree` and `accepted`.
+        `requests`: those of the batch (`rid`), in the order of the rows of `committed [batch]`, `tree` and `accepted`;
+        `nodes`: of a tree, root included, those that count.
         """
         self._step += 1
         sample, now = self._sample, time.monotonic()
         if sample is not None:
             if sample.arrived is not None and not sample.arrived.query():
                 return
-            self._send(sample, len(tree.token_ids[0]))
+            self._send(sample)
             self._sample = None
         if now < self._next or not self.looked_at():
             return
@@ -123,7 +125,7 @@ class TreeSampler:
         if rows:
             row = rows[self._step % len(rows)]
             self._next = now + EVERY_S
-            self._sample = self._copied(requests[row].rid, row, committed, tree, accepted)
+            self._sample = self._copied(requests[row].rid, row, committed, tree, accepted, nodes)
 
     def looked_at(self) -> frozenset[str]:
         """Names of the requests whose rounds are wanted now."""
@@ -137,7 +139,7 @@ class TreeSampler:
                 self._names = frozenset(Path(self._wanted).read_text(encoding="utf-8").split("\n")) - {""}
         return self._names
 
-    def _copied(self, name: str, row: int, committed: Any, tree: Any, accepted: Any) -> Sample:
+    def _copied(self, name: str, row: int, committed: Any, tree: Any, accepted: Any, nodes: int) -> Sample:
         import torch
 
         parts = (
@@ -145,29 +147,29 @@ class TreeSampler:
             accepted.lengths[row : row + 1],
             accepted.path[row],
             accepted.token_ids[row],
-            tree.token_ids[row],
-            tree.parents[row],
-            tree.depths[row],
+            tree.token_ids[row, :nodes],
+            tree.parents[row, :nodes],
+            tree.depths[row, :nodes],
         )
-        whole, log_probs = torch.cat([part.to(torch.int64) for part in parts]), tree.log_probs[row]
+        whole, log_probs = torch.cat([part.to(torch.int64) for part in parts]), tree.log_probs[row, :nodes]
         if not whole.is_cuda:
-            return Sample(name, self._step, whole, log_probs.clone(), None)
+            return Sample(name, self._step, whole, log_probs.clone(), nodes, None)
         there = [torch.empty_like(each, device="cpu", pin_memory=True) for each in (whole, log_probs)]
         for to, source in zip(there, (whole, log_probs), strict=True):
             to.copy_(source, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Sample(name, self._step, there[0], there[1], arrived)
+        return Sample(name, self._step, there[0], there[1], nodes, arrived)
 
-    def _send(self, sample: Sample, nodes: int) -> None:
+    def _send(self, sample: Sample) -> None:
         with contextlib.suppress(OSError):  # full, too large or gone: it is a sample
-            message = json.dumps(sent_round(sample, nodes)).encode()
+            message = json.dumps(sent_round(sample)).encode()
             self._socket.sendto(message, self._place)
 
 
-def sent_round(sample: Sample, nodes: int) -> dict[str, Any]:
+def sent_round(sample: Sample) -> dict[str, Any]:
     """A round as it is sent: its request, number, root's position, emitted tokens, accepted path and drafted nodes."""
-    numbers = sample.whole.tolist()
+    numbers, nodes = sample.whole.tolist(), sample.nodes
     committed, length = numbers[:2]
     block = (len(numbers) - 2 - 3 * nodes) // 2
     path, emitted, rest = numbers[2:][:block], numbers[2 + block :][:block], numbers[2 + 2 * block :]

@@ -102,9 +102,14 @@ def is_simple(sampling: Any) -> bool:
     return not (sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling)
 
 
-def accept(tree: DraftTree, choices: Tensor, block_size: int) -> Accepted:
-    """Follows `choices [batch, nodes]` down the trees, which are at most `block_size - 1` deep."""
+def accept(tree: DraftTree, choices: Tensor, block_size: int, tree_budget: int | None = None) -> Accepted:
+    """Follows `choices [batch, nodes]` down the trees, which are at most `block_size - 1` deep.
+
+    Nodes beyond `tree_budget` do not count: the best-first tree of a smaller budget is a prefix of a larger one's.
+    """
     accepted = accepted_nodes(tree.token_ids, tree.parents, tree.ancestor_mask, choices)
+    if tree_budget is not None:
+        accepted[:, tree_budget + 1 :] = False
     path, lengths = path_by_depth(accepted, tree.depths, block_size)
     token_ids = choices.gather(1, path)
     bonus = token_ids.gather(1, lengths.unsqueeze(1) - 1).squeeze(1)

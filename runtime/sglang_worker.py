@@ -54,9 +54,12 @@ class DDTreeWorker(DFlashWorkerV2):
         self.server_args = server_args
         self._drafts: Drafts | None = None
         self._mask: MaskBuffer | None = None
+        self._captured_mask: MaskBuffer | None = None
         self._node_offsets = torch.arange(self.shape.nodes, device=self.device)
         place = os.environ.get(PLACE)
         self._trees = TreeSampler(place) if place and get_tp_group().rank_in_group == 0 else None
+        self.tree_budget = self.shape.tree_budget
+        """Draft nodes that count, at most as many as the graphs were captured for; see `sglang_plugin.set_budget`."""
         check_worker(self)
         logger.info("DDTREE_CONSOLE: %s trees of %d nodes, block %d", mode, self.shape.nodes, block)
 
@@ -98,14 +101,16 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _mask_buffer(self, requests: int) -> MaskBuffer:
         """The attention backend's own mask buffer, which captured graphs read; a larger one for a batch beyond them."""
-        if self._mask is None or requests > self._mask.max_batch:
-            backend, nodes = self.model_runner.attn_backend, self.shape.nodes
-            context, own = int(backend.max_context_len), backend.verify_mask
-            if own is not None and own.fits(requests):
-                buffer = own.buffer
-            else:
-                cells = self._max_batch() * nodes * (context + nodes)
-                buffer = torch.zeros(cells, dtype=torch.uint8, device=self.device)
+        backend, nodes = self.model_runner.attn_backend, self.shape.nodes
+        context, own = int(backend.max_context_len), backend.verify_mask
+        if own is not None and own.fits(requests):
+            # Of its size the graphs' copy of the mask is; a larger one must never meet them.
+            if self._captured_mask is None or self._captured_mask.buffer is not own.buffer:
+                self._captured_mask = MaskBuffer(own.buffer, nodes, context)
+            return self._captured_mask
+        if self._mask is None:
+            cells = self._max_batch() * nodes * (context + nodes)
+            buffer = torch.zeros(cells, dtype=torch.uint8, device=self.device)
             self._mask = MaskBuffer(buffer, nodes, context)
         return self._mask
 
@@ -133,13 +138,14 @@ class DDTreeWorker(DFlashWorkerV2):
             logits = output.logits_output.next_token_logits
             self._adjust(batch, logits, grammar, grammar_barrier)
             choices = choose(logits, batch.sampling_info, positions, self.shape.nodes)
-            accepted = accept(tree, self._agreed(batch, choices), self.shape.block_size)
+            choices, block = self._agreed(batch, choices), self.shape.block_size
+            accepted = accept(tree, choices, block, self.tree_budget)
             lengths = committed + accepted.lengths.to(committed.dtype)
             if on_publish is not None:
                 on_publish(lengths)
             self._commit(output.logits_output, committed, places, accepted)
             if self._trees is not None:
-                self._trees.step(batch.reqs, committed, tree, accepted)
+                self._trees.step(batch.reqs, committed, tree, accepted, self.tree_budget + 1)
         output.logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=output.logits_output,

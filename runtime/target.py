@@ -92,7 +92,7 @@ class TargetModel:
                 f"{len(state)} weights there; the folder is incomplete or of another model"
             )
         try:
-            model = _skeleton(architecture, self.config)
+            model = skeleton(architecture, self.config)
             rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
         except Exception as error:  # as in `hf_config`
             raise _no_such(checkpoint, architecture, error) from None
@@ -100,8 +100,7 @@ class TargetModel:
         self._add_heads(state, linear, draft_linear)
         self.decoder: Decoder
         if fuse and fusable(architecture, self.config):
-            frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
-            self.decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
+            self.decoder = FusedDecoder(state, self.config, rotation_of(rotary), linear, taps)
         else:
             model.load_state_dict(state, strict=False, assign=True)
             model.tie_weights()
@@ -208,7 +207,7 @@ class _Outline(Checkpoint):
 
     def load_state(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Tensor]:
         architecture, config = hf_config(self)
-        state: dict[str, Tensor] = _skeleton(architecture, config).state_dict()
+        state: dict[str, Tensor] = skeleton(architecture, config).state_dict()
         if config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
         return {name: value for name, value in state.items() if wanted(name)}
@@ -243,7 +242,13 @@ def _no_such(checkpoint: Checkpoint, architecture: str, error: Exception) -> Che
     )
 
 
-def _skeleton(architecture: str, config: Any) -> Any:
+def rotation_of(rotary: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies `[head_dim / 2]` and the scaling of a transformers rotary embedding."""
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def skeleton(architecture: str, config: Any) -> Any:
+    """The architecture's transformers class without memory."""
     import transformers
 
     with torch.device("meta"):

@@ -194,8 +194,8 @@ def main() -> None:
                 else:
                     some, arms, at, tokens, repeats = prompts[:64], FEW, int(step), 128, REPEATS
                 group(engine, name, some, arms, temperature, at, tokens, repeats, about, out)
-        print(f"graphs {loaded.graphs.captured if loaded.graphs else 0}, "
-              f"capture {loaded.graphs.capture_s if loaded.graphs else 0:.1f} s, "
+        print(f"graphs {loaded.graphs.device.captured if loaded.graphs else 0}, "
+              f"capture {loaded.graphs.device.capture_s if loaded.graphs else 0:.1f} s, "
               f"memory {loaded.memory.words if loaded.memory else 'n/a'}, "
               f"peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)  # fmt: skip
 

@@ -23,11 +23,12 @@ import torch
 
 from runtime.config import validate
 from runtime.engine import Engine
+from runtime.gpu_device import RoundDevice
 from runtime.gpu_graphs import GraphRounds
 from runtime.gpu_pass import MOST_ROWS
 from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
-from runtime.kv_cache import KVCache
-from runtime.loader import _drafter_geometry, load
+from runtime.kv_cache import Geometry, KVCache
+from runtime.loader import load
 from runtime.sampling import Sampling
 from runtime.verify import TOKENS_PER_NEAR_TIE, judge_tokens, near_tie_gap
 
@@ -79,13 +80,17 @@ def make_sides(settings: dict[str, Any]) -> tuple[Side, Side]:
     plain = _engine({**settings, "linear": "plain"})
     models, limits = plain.models, plain.loaded.limits
     assert models.drafter is not None
-    geometry = _drafter_geometry(models.drafter.config, models.target.dtype)
+    drafting = models.drafter.config
+    geometry = Geometry(
+        drafting.num_hidden_layers, drafting.num_key_value_heads, drafting.head_dim, models.target.dtype
+    )
     cache = KVCache(
         models.target.geometry, geometry, limits.kv_slots, models.target.device, scratch=MOST_ROWS
     )
     own = replace(models, cache=cache)
     positions = limits.max_seq_len + limits.slot_reserve + MOST_ROWS
-    graphs = GraphRounds(own, plain.config.max_concurrency, positions, chunk=64)
+    most = plain.config.max_concurrency
+    graphs = GraphRounds(own, RoundDevice(own, most, positions, chunk=64), most)
     loaded = replace(plain.loaded, models=own, graphs=graphs, rounds="rounds in Triton's interpreter")
     return Side(plain), Side(Engine(loaded, plain.config, 15))
 
@@ -229,7 +234,8 @@ def main() -> None:
         wave += 1
         line = {"wave": wave, "rounds": fast.rounds, "same": found.same, "texts": found.texts}
         print(json.dumps({**line, "seconds": round(time.perf_counter() - began, 1)}), flush=True)
-    graphs = fast.engine.loaded.graphs
+    assert fast.engine.loaded.graphs is not None
+    device = fast.engine.loaded.graphs.device
     allowed = max(1, found.tokens // TOKENS_PER_NEAR_TIE[plain.engine.models.target.dtype])
     failed = found.divergences > 0 or found.near_ties > allowed
     print(json.dumps({
@@ -238,7 +244,7 @@ def main() -> None:
         "texts": found.texts, "same": found.same, "tokens": found.tokens, "near_ties": found.near_ties,
         "near_ties_allowed": allowed, "divergences": found.divergences,
         "accept": [round(side.decoded / max(1, side.sequence_rounds), 4) for side in (plain, fast)],
-        "graphs": graphs.captured if graphs else 0, "capture_s": round(graphs.capture_s, 1) if graphs else 0,
+        "graphs": device.captured, "capture_s": round(device.capture_s, 1),
         "seconds": round(time.perf_counter() - began, 1), "seed": args.seed, "result": "failed" if failed else "passed",
     }), flush=True)  # fmt: skip
     sys.exit(1 if failed else 0)

@@ -31,6 +31,7 @@ from runtime.config import RuntimeConfig, validate
 from runtime.drafter import Drafter, DrafterConfig
 from runtime.engine import Engine
 from runtime.fused import FusedDrafter
+from runtime.gpu_device import RoundDevice
 from runtime.gpu_graphs import GraphRounds
 from runtime.gpu_pass import MOST_ROWS
 from runtime.gpu_round import GpuRound, Shape
@@ -139,7 +140,8 @@ def make_engine(size: Dimensions, positions: int, running: int) -> Engine:
     tokenizer.decoder = decoders.ByteLevel()
     graphs = None
     if GPU.type == "cuda":
-        graphs = GraphRounds(models, running + 1, positions + reserve + MOST_ROWS)
+        device = RoundDevice(models, running + 1, positions + reserve + MOST_ROWS)
+        graphs = GraphRounds(models, device, running + 1)
         graphs.prepare(lambda _share: None)
     loaded = Loaded(
         models=models, graphs=graphs, rounds="rounds replayed as CUDA graphs" if graphs else "launched from the host",

@@ -1,18 +1,17 @@
-"""What the parts of `sglang_gpu.py` share: engines by arm, prompts, load, figures, and results kept cell by cell."""
+"""What the parts of `sglang_gpu.py` share: an arm's arguments and environment, prompts, figures, results."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,27 @@ BASE = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "dtype": "bfloat16",
-    "mem_fraction_static": 0.4,
+    # Many engines share the GPU and come up at once: the slots are counted, the share only has to be large enough.
+    "mem_fraction_static": 0.7,
+    "max_total_tokens": 49152,
     "max_running_requests": 32,
+    "cuda_graph_max_bs_decode": 32,
+    "disable_prefill_cuda_graph": True,
     "disable_radix_cache": True,
     "random_seed": 0,
-    "log_level": "warning",
+    "log_level": "info",
 }
+NATIVE = {
+    "dtype": "bfloat16",
+    "max_concurrency": 32,
+    "max_seq_len": 1024,
+    "kv_slots": 40_000,
+    "prefill_chunk": 2048,
+    "max_queue": 10_000,
+    "prefix_reuse": False,
+    "max_tree_budget": 63,
+}
+"""As `gpu_bench.py` runs it."""
 CONTROL = """
 def register():
     from runtime import sglang_verify
@@ -36,8 +50,14 @@ def register():
     sglang_verify.MaskBuffer.fill = lambda self, mask, committed: fill(self, mask | True, committed)
 """
 """A second plugin for the negative control: inside the block, everything is visible."""
+BORROWED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
+"""What the native engine needs and a machine may have with SGLang's packages only."""
 SHOWN = 400
 """Characters of a line that are shown; the file has all."""
+
+
+class NoTime(RuntimeError):
+    """Nothing more may begin."""
 
 
 class Results:
@@ -48,7 +68,8 @@ class Results:
 
     def __init__(self, folder: Path | None, earlier: list[Path], seconds: float) -> None:
         self._file = None
-        self._end = time.monotonic() + seconds
+        self._began = time.monotonic()
+        self._end = self._began + seconds
         self.done: dict[str, dict[str, Any]] = {}
         kept = folder / "sglang.jsonl" if folder else None
         for path in [*earlier, *([kept] if kept else [])]:
@@ -62,25 +83,16 @@ class Results:
             self._file = kept.open("a", encoding="utf-8")
 
     def note(self, kind: str, **values: Any) -> None:
-        line = json.dumps({"kind": kind, **values})
+        line = json.dumps({"kind": kind, "at_s": round(time.monotonic() - self._began, 1), **values})
         print(line if len(line) <= SHOWN else f"{line[:SHOWN]}...", flush=True)
         if self._file:
             self._file.write(line + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """The values of cell `name`, measured unless they are known; None where no time is left for it."""
-        if name not in self.done:
-            if self.left <= 0:
-                self.note("no_time", missing=name)
-                return None
-            began = time.monotonic()
-            values = measure()
-            row = {"cell": name, "took_s": round(time.monotonic() - began, 2), **values}
-            self.done[name] = row
-            self.note("cell", **row)
-        return self.done[name]
+    def cell(self, name: str, values: dict[str, Any]) -> None:
+        self.done[name] = {"cell": name, **values}
+        self.note("cell", **self.done[name])
 
     def missing(self, names: list[str]) -> list[str]:
         return [name for name in names if name not in self.done]
@@ -90,20 +102,39 @@ class Results:
         """Seconds until nothing more may begin."""
         return self._end - time.monotonic()
 
+    def need(self, seconds: float, what: str) -> None:
+        """Raises NoTime where fewer are left."""
+        if self.left < seconds:
+            raise NoTime(f"{what}: {max(0.0, self.left):.0f} s left, about {seconds:.0f} needed")
 
-def bring_sglang(site: Path | None, control: bool = False) -> None:
-    """Puts SGLang (`site`), the plugin, and the control where wanted, on the path of this process and its children."""
-    sys.path[:0] = _bring(site, control)
+
+def borrow(site: Path | None, folder: Path) -> None:
+    """Puts what this Python lacks for the native engine on its path and its children's: links into `site`."""
+    with contextlib.suppress(ImportError):
+        import pydantic  # noqa: F401 - asked for, not used
+
+        return
+    if site is None:
+        raise SystemExit(
+            "pydantic is not installed here; install it, or name a folder that has it with --site"
+        )
+    borrowed = folder / "borrowed"
+    borrowed.mkdir(parents=True, exist_ok=True)
+    for source in site.iterdir():
+        if source.name.split("-")[0] in BORROWED and not (borrowed / source.name).exists():
+            (borrowed / source.name).symlink_to(source.resolve())
+    sys.path.insert(0, str(borrowed))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(borrowed), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _bring(site: Path | None, control: bool) -> list[str]:
+def sglang_path(site: Path | None, folder: Path, control: bool = False) -> str:
+    """PYTHONPATH of a process with SGLang (`site`, where this Python has none), the plugin and, if so, the control."""
     from runtime.sglang_host import plugin_folder
 
-    folder = Path(tempfile.mkdtemp(prefix="ddtree-plugin-"))
     paths = [str(plugin_folder(folder))]
     if control:
         information = folder / "control" / "ddtree_negative_control-1.dist-info"
-        information.mkdir(parents=True)
+        information.mkdir(parents=True, exist_ok=True)
         (information.parent / "ddtree_negative_control.py").write_text(CONTROL)
         (information / "METADATA").write_text(
             "Metadata-Version: 2.1\nName: ddtree-negative-control\nVersion: 1\n"
@@ -112,14 +143,22 @@ def _bring(site: Path | None, control: bool) -> list[str]:
             "[sglang.srt.plugins]\ncontrol = ddtree_negative_control:register\n"
         )
         paths.append(str(information.parent))
-    paths += [str(site)] if site else []
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return paths
+    return os.pathsep.join(
+        [*paths, *([str(site)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 
 def arm_arguments(arm: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """Engine arguments and variables of an arm: plain, dflash, chain, or treeN with N rows of a verify pass."""
+    """Engine arguments and variables of an arm: plain, dflash, chain, or treeN with N rows of a verify pass.
+
+    After a dash: `eager`, without graphs; `control`, with the mask of the negative control.
+    """
+    arm, _, variant = arm.partition("-")
     arguments = {**BASE, "model_path": str(options.target), "context_length": options.context, **options.set}
+    if variant:
+        arguments["max_running_requests"] = arguments["cuda_graph_max_bs_decode"] = 8
+    if variant == "eager":
+        arguments["disable_cuda_graph"] = True
     if arm == "plain":
         return arguments, {"DDTREE_SGLANG_SEEDED": "1"}
     block = json.loads((options.drafter / "config.json").read_text())["block_size"]
@@ -138,121 +177,51 @@ def arm_arguments(arm: str, options: argparse.Namespace) -> tuple[dict[str, Any]
     }
 
 
-def parsed(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What SGLang's own parser makes of an arm's arguments; raises what it raises. Needs no GPU."""
-    from runtime.sglang_child import parse
-
-    arguments, variables = arm_arguments(arm, options)
-    with _variables(variables):
-        return parse(arguments)
-
-
-@contextlib.contextmanager
-def _variables(wanted: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in ("DDTREE_SGLANG_SEEDED", "DDTREE_SGLANG_MODE")}
-    for name in before:
-        os.environ.pop(name, None)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def engine_of(arm: str, options: argparse.Namespace, results: Results, **changes: Any) -> Iterator[Any]:
-    import sglang
-
-    arguments, variables = arm_arguments(arm, options)
-    began = time.monotonic()
-    with _variables(variables):
-        engine = sglang.Engine(**(arguments | changes))
-    took = round(time.monotonic() - began, 1)
-    results.note("engine", arm=arm, version=sglang.__version__, seconds=took, **changes)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+def variables(wanted: dict[str, str], path: str | None) -> dict[str, str]:
+    """The environment of an arm's processes."""
+    mine = ("DDTREE_SGLANG_SEEDED", "DDTREE_SGLANG_MODE")
+    kept = {name: value for name, value in os.environ.items() if name not in mine}
+    return kept | wanted | {"PYTHONUNBUFFERED": "1"} | ({"PYTHONPATH": path} if path else {})
 
 
 def prompt_ids(options: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """`--prompts` bundled prompts of each set, chat template applied."""
-    from runtime.prompt_sets import bundled_prompts
+    """The first prompts of each set, chat template applied: `--sets` files, else the bundled ones."""
+    from runtime.prompt_sets import bundled_prompts, read_prompts
     from runtime.tokenizer import ChatTokenizer
 
     tokenizer = ChatTokenizer.from_folder(options.target)
+    if options.sets:
+        sets = {path.stem: read_prompts(path, options.prompts) for path in options.sets}
+    else:
+        sets = bundled_prompts(options.prompts)
     found = {}
-    for name, prompts in bundled_prompts(options.prompts).items():
+    for name, prompts in sets.items():
         turns = [each.get("messages") or [{"role": "user", "content": each["prompt"]}] for each in prompts]
         rows = [list(tokenizer.apply_chat_template([dict(turn) for turn in each])) for each in turns]
         found[name] = [row[-options.prompt_tokens :] for row in rows]
     return found
 
 
-def all_prompts(options: argparse.Namespace) -> list[list[int]]:
-    return [ids for each in prompt_ids(options).values() for ids in each]
+def figures(passes: list[dict[str, Any]], at_once: int, prefill_s: float | None) -> dict[str, Any]:
+    """Of one arm on one set: medians over its passes, accept length over all of them.
 
-
-def sampling(temperature: float, tokens: int, seed: int = 0) -> dict[str, Any]:
-    settings = {"temperature": temperature, "max_new_tokens": tokens}
-    return settings | ({"sampling_seed": 1000 + seed} if temperature else {})
-
-
-async def _one(engine: Any, ids: list[int], settings: dict[str, Any]) -> dict[str, Any]:
-    """One request with the times at which its tokens came."""
-    began, first, last, answer = time.perf_counter(), None, None, {}
-    async for chunk in await engine.async_generate(input_ids=ids, sampling_params=settings, stream=True):
-        answer = chunk
-        last = time.perf_counter()
-        first = first or last
-    meta = answer["meta_info"]
-    tokens = len(answer["output_ids"])
+    tok/s: all tokens over the time from the first submission to the last token. ms a round: without prefill, and for
+    one request at a time; the native engine measures its own rounds.
+    """
+    speeds = [sum(map(len, each["ids"])) / each["seconds"] for each in passes]
+    rounds = sum(sum(each["rounds"]) for each in passes)
+    decoded = sum(len(ids) - 1 for each in passes for ids in each["ids"])
+    told = [each["ms_round"] for each in passes if "ms_round" in each]
+    if not told and at_once == 1 and prefill_s is not None and rounds:
+        told = [1000 * (each["seconds"] - prefill_s) / sum(each["rounds"]) for each in passes]
     return {
-        "ids": list(answer["output_ids"]),
-        "tokens": tokens,
-        "rounds": meta.get("spec_verify_ct") or tokens - 1,
-        "decode_s": (last or began) - (first or began),
-    }
-
-
-async def _load(engine: Any, prompts: list[list[int]], at_once: int, temperature: float, tokens: int) -> Any:
-    answers: list[Any] = [None] * len(prompts)
-    waiting = iter(range(len(prompts)))
-
-    async def client() -> None:
-        for number in waiting:
-            answers[number] = await _one(engine, prompts[number], sampling(temperature, tokens, number))
-
-    began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(at_once)))
-    return answers, time.perf_counter() - began
-
-
-def run(engine: Any, prompts: list[list[int]], at_once: int, temperature: float, tokens: int) -> Any:
-    """All prompts, `at_once` at a time; their answers in order and the seconds it took."""
-    return engine.loop.run_until_complete(_load(engine, prompts, at_once, temperature, tokens))
-
-
-def several(prompts: list[list[int]], at_once: int) -> list[list[int]]:
-    """The prompts of a cell: each at least once, and two for every client."""
-    return (prompts * at_once)[: max(len(prompts), 2 * at_once)]
-
-
-def figures(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Of one set at one concurrency: per request and, for the whole load, tails included."""
-    decoded = sum(each["tokens"] - 1 for each in answers)
-    rounds = sum(each["rounds"] for each in answers)
-    rates = [(each["tokens"] - 1) / each["decode_s"] for each in answers if each["decode_s"]]
-    steps = [1000 * each["decode_s"] / each["rounds"] for each in answers if each["rounds"]]
-    return {
-        "n": len(answers),
+        "tok_s_median": round(statistics.median(speeds), 1),
+        "tok_s_spread": [round(min(speeds), 1), round(max(speeds), 1)],
         "accept_length": round(decoded / rounds, 3) if rounds else None,
-        "ms_step_median": round(statistics.median(steps), 3) if steps else None,
-        "tok_s_median": round(statistics.median(rates), 1) if rates else None,
-        "tok_s_total": round(sum(each["tokens"] for each in answers) / seconds, 1),
+        "ms_round": round(statistics.median(told), 3) if told else None,
+        "prompts": len(passes[0]["ids"]),
+        "repeats": len(passes),
+        "n": sum(len(each["ids"]) for each in passes),
     }
 
 
@@ -275,84 +244,30 @@ def compared(texts: list[list[int]], others: list[list[int]]) -> dict[str, Any]:
 def judged(gaps: list[float], tau: float) -> dict[str, Any]:
     ties = sum(0 < gap <= tau for gap in gaps)
     over = sum(gap > tau for gap in gaps)
-    return {"tokens": len(gaps), "ties": ties, "ties_per_100": round(100 * ties / len(gaps), 3), "divergences": over,
-            "largest": round(max(gaps), 4)}  # fmt: skip
+    return {"tokens": len(gaps), "tau": round(tau, 4), "ties": ties, "ties_per_100": round(100 * ties / len(gaps), 3),
+            "divergences": over, "largest": round(max(gaps), 4)}  # fmt: skip
 
 
-def forced(engine: Any, prompt: list[int], text: list[int]) -> list[tuple[float, float]]:
-    """For each token of `text`: its log-probability and the largest one, computed in one pass over all of it."""
-    answer = engine.generate(
-        input_ids=prompt + text,
-        sampling_params={"temperature": 0.0, "max_new_tokens": 1},
-        return_logprob=True,
-        logprob_start_len=len(prompt) - 1,
-        top_logprobs_num=1,
-    )["meta_info"]
-    chosen = answer["input_token_logprobs"][-len(text) :]
-    best = answer["input_top_logprobs"][-len(text) :]
-    return [(own[0], top[0][0]) for own, top in zip(chosen, best, strict=True)]
-
-
-def gaps_of(engine: Any, prompts: list[list[int]], texts: list[list[int]]) -> list[float]:
-    """By how much each token of each text falls short of plain decoding's choice, in log-probability."""
-    return [
-        max(0.0, best - own)
-        for prompt, text in zip(prompts, texts, strict=True)
-        for own, best in forced(engine, prompt, text)
-    ]
-
-
-def tau_of(engine: Any, prompts: list[list[int]], texts: list[list[int]]) -> float:
-    """Twice the 99.9th percentile of how much the same position differs between one row and many rows."""
-    differences = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        settings = {"temperature": 0.0, "max_new_tokens": len(text), "ignore_eos": True}
-        alone = engine.generate(input_ids=prompt, sampling_params=settings, return_logprob=True)
-        told = alone["meta_info"]["output_token_logprobs"]
-        together = forced(engine, prompt, alone["output_ids"])
-        differences += [abs(one[0] - many[0]) for one, many in zip(told, together, strict=True)]
-    differences.sort()
-    return 2 * differences[min(len(differences) - 1, int(0.999 * len(differences)))]
+def tau_of(differences: list[float]) -> float:
+    """Twice the 99.9th percentile of how far the same position is apart between one row and many rows."""
+    ordered = sorted(differences)
+    return 2 * ordered[min(len(ordered) - 1, int(0.999 * len(ordered)))]
 
 
 def gpu_used() -> int | None:
     """MiB in use on the first GPU; None where nothing tells."""
     asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
         return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0])
     return None
 
 
-def config_of(options: argparse.Namespace, **fields: Any) -> Any:
-    from runtime.config import RuntimeConfig
-
-    device = options.set.get("device", "cuda")
-    shared = {"model": str(options.target), "drafter": str(options.drafter), "max_seq_len": options.context}
-    shared |= {"device": device, "max_concurrency": 32, "prefix_reuse": False}
-    return RuntimeConfig(**(shared | fields | options.runtime))
-
-
-def request_of(ids: list[int], tokens: int, temperature: float, seed: int, **fields: Any) -> Any:
-    from runtime.interface import GenerateRequest, SamplingParams
-
-    wanted = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1000 + seed)
-    return GenerateRequest(prompt_token_ids=tuple(ids), sampling=wanted, reuse_prefix=False, **fields)
-
-
-def driven(engine: Any, asked: list[Any], at_once: int) -> dict[str, Any]:
-    """Figures of requests of which `at_once` run at a time."""
-    ends: list[Any] = []
-
-    def keep(event: Any) -> None:
-        if type(event).__name__ == "RequestFinished":
-            ends.append(event.stats)
-
-    began = time.perf_counter()
-    for request in asked:
-        engine.submit(request, keep)
-        while len(engine.requests()) >= at_once:
-            engine.step()
-    while engine.busy:
-        engine.step()
-    told = [{"tokens": s.output_tokens, "rounds": s.rounds, "decode_s": s.decode_s or 0.0} for s in ends]
-    return figures(told, time.perf_counter() - began)
+def guarded(results: Results, name: str, part: Callable[[], object]) -> None:
+    """Runs a part; what it fails of is noted and ends no other part."""
+    try:
+        part()
+    except NoTime as late:
+        results.note("no_time", part=name, why=str(late))
+    except Exception as failure:
+        words = f"{type(failure).__name__}: {failure}"
+        results.note("failed", part=name, why=words[-1500:], where=traceback.format_exc().splitlines()[-4:])

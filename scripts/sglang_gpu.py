@@ -1,18 +1,21 @@
-"""Measures the SGLang engine and its plugin on a GPU; a call that was cut short goes on where it was.
+"""Measures the SGLang engine and its plugin on a GPU, beside our native engine on the same weights and prompts.
 
-    python scripts/sglang_gpu.py all --target FOLDER --out FOLDER [--seconds 560] [--site FOLDER] [--earlier FILE ...]
+    python scripts/sglang_gpu.py all --target FOLDER --out FOLDER [--seconds 420] [--site FOLDER] [--sets FILE ...]
+    python scripts/sglang_gpu.py check --target FOLDER         the arguments through SGLang's parser; needs no GPU
 
-    check       what needs no GPU: the pair, the prompts, every arm's arguments through SGLang's parser, the cells
-    speed       plain, stock DFLASH, chains and trees of each width; concurrency, temperature; accept length, ms a step
-    same        texts of trees against plain ones, token by token, by the near-tie rule
-    captured    graphs against eager, and the negative control: a mask that lets every node see every other one
-    soak        thousands of steps with requests that come, go and are aborted; then nothing may be left over
-    native      the native engine on the same weights and prompts
-    kill        kill -9 of SGLang's scheduler under a stream; what the client sees, and whether the memory comes back
-    all         check, then the others, each engine in a process of its own, the most wanted first
+`all`: engines come up side by side, each in a process of its own, and are measured one at a time, in turn:
 
-The plugin comes by PYTHONPATH; nothing is installed. `--site`: a folder with SGLang and its packages, which only the
-processes that need it get, where this Python has none. Every cell is a line of FOLDER/sglang.jsonl once it is known.
+    speed      concurrency 1, T=0: plain, stock DFLASH, trees of 32 and 16 rows, native; then chain and 64 rows
+    same       texts against plain ones: judged by teacher forcing under the near-tie rule
+    captured   graphs against eager, and the negative control: a mask that lets every node see every other one
+    load       concurrency 8 and 32
+    sampled    T=1
+    soak       thousands of steps with requests that come, go and are aborted
+    kill       kill -9 of SGLang's scheduler under a stream, and whether the memory comes back
+
+Every cell is a line of FOLDER/sglang.jsonl once it is known; one that is there, or in `--earlier` results, is not
+measured again. A part that fails is noted and ends no other; the ends of all logs are in FOLDER/logs.txt. `--site`: a
+folder with SGLang and its packages, which only the processes that need it get, where this Python has none.
 """
 
 from __future__ import annotations
@@ -21,305 +24,299 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from sglang_arms import MODES, Fleet  # noqa: E402
 from sglang_cells import (  # noqa: E402
     ROOT,
     Results,
-    all_prompts,
-    bring_sglang,
+    arm_arguments,
+    borrow,
     compared,
-    config_of,
-    driven,
-    engine_of,
     figures,
-    gaps_of,
     gpu_used,
+    guarded,
     judged,
-    parsed,
     prompt_ids,
-    request_of,
-    run,
-    sampling,
-    several,
+    sglang_path,
     tau_of,
+    variables,
 )
 
-TREES = "tree32,tree16,tree64"
-ARMS = f"plain,dflash,{TREES},chain"
-TEMPERATURES = (0.0, 1.0)
-NATIVE = (("off", 0), ("chain", 0), ("tree", 15), ("tree", 31), ("tree", 63))
+FIRST, THEN = "plain,dflash,tree32,tree16,native", "chain,tree64,tree32-eager,tree32-control"
+WARM_S = 150.0
 
 
-def speed_cells(arm: str, options: argparse.Namespace) -> list[tuple[str, str, float, int]]:
-    """(name, set, temperature, concurrency) of an arm's cells, those at concurrency 1 first."""
-    return [
-        (f"speed/{arm}/{name}/T{temperature:g}/c{at_once}", name, temperature, at_once)
-        for at_once in options.concurrency
-        for temperature in TEMPERATURES
-        for name in ("maths", "code", "chat")
-    ]
+class Session:
+    """One call of `all`: prompts, the fleet, the texts that were decoded meanwhile."""
+
+    def __init__(self, options: argparse.Namespace, results: Results, fleet: Fleet) -> None:
+        self.options, self.results, self.fleet = options, results, fleet
+        self.prompts = prompt_ids(options)
+        self.texts: dict[tuple[str, float], dict[str, list[list[int]]]] = {}
+
+    def arms(self, names: list[str]) -> list[str]:
+        """Arms that run, the native engine in all its modes."""
+        wide = [each for name in names for each in (MODES if name == "native" else [name])]
+        return [name for name in wide if self.fleet.has(name)]
+
+    def warm(self, names: list[str], temperature: float, at_once: int) -> None:
+        """First runs, in which kernels are compiled; all arms side by side."""
+        rows = next(iter(self.prompts.values()))[: max(3, at_once)]
+        self.fleet.warm(self.arms(names), WARM_S, do="load", prompts=rows, at_once=at_once,
+                        temperature=temperature, tokens=min(32, self.options.tokens))  # fmt: skip
+
+    def speed(self, names: list[str], temperature: float, at_once: int, passes: int) -> None:
+        """Cells of each set, the arms in turn; at concurrency 1 their texts are kept."""
+        tokens = self.options.tokens
+        count = self.options.alone if at_once == 1 else self.options.prompts
+        rows = {kind: each[:count] for kind, each in self.prompts.items()}
+        load = {"do": "load", "at_once": at_once, "temperature": temperature}
+        self.warm(names, temperature, at_once)
+        for kind, some in rows.items():
+            kept: dict[str, list[dict[str, Any]]] = {}
+            prefill: dict[str, float] = {}
+            for turn in range(passes):
+                arms = self.arms(names)
+                for arm in arms[turn % max(1, len(arms)) :] + arms[: turn % max(1, len(arms))]:
+                    found = None
+                    if self.results.missing([_cell(arm, kind, temperature, at_once)]):
+                        found = self.measured(arm, prompts=some, tokens=tokens, **load)
+                    if found:
+                        kept.setdefault(arm, []).append(found)
+            for arm in kept:
+                if at_once == 1 and arm not in MODES:
+                    found = self.measured(arm, prompts=some, tokens=1, **load)
+                    prefill |= {arm: found["seconds"]} if found else {}
+            for arm, taken in kept.items():
+                values = figures(taken, at_once, prefill.get(arm))
+                self.results.cell(_cell(arm, kind, temperature, at_once), values | {"tokens": tokens})
+                if at_once == 1:
+                    self.texts.setdefault((arm, temperature), {})[kind] = taken[-1]["ids"]
+                    self.results.note(
+                        "texts", arm=arm, set=kind, temperature=temperature, ids=taken[-1]["ids"]
+                    )
+
+    def measured(self, arm: str, **order: Any) -> dict[str, Any] | None:
+        """None where no time is left or the arm fails; that is noted."""
+        found: list[dict[str, Any]] = []
+        if self.results.left > 0 and self.fleet.has(arm):
+            guarded(self.results, f"load/{arm}", lambda: found.append(self.fleet.ask(arm, **order)))
+        return found[0] if found else None
+
+    def same(self, temperature: float) -> None:
+        """What each arm emitted against plain decoding; at T=0 judged token by token by teacher forcing."""
+        plain = self.texts.get(("plain", temperature), {})
+        prompts = [row for kind in plain for row in self.prompts[kind][: self.options.alone]]
+        flat = {
+            arm: [row for kind in plain for row in found[kind]]
+            for (arm, at), found in self.texts.items()
+            if at == temperature and found.keys() == plain.keys()
+        }
+        for arm in flat:
+            if arm != "plain":
+                self.results.note(
+                    "same", arm=arm, temperature=temperature, **compared(flat["plain"], flat[arm])
+                )
+        if temperature or not plain:
+            return
+        self.results.need(20, "near-ties")
+        some = [row for kind in plain for row in self.prompts[kind][: max(1, self.options.alone // 4)]]
+        found = self.fleet.ask("plain", do="differences", prompts=some, tokens=self.options.tokens)[
+            "differences"
+        ]
+        tau = tau_of(found)
+        self.results.cell("tau", {"value": tau, "tokens": len(found)})
+        for arm, texts in flat.items():
+            pairs = [pair for pair in zip(prompts, texts, strict=True) if pair[1]]
+            gaps = self.fleet.ask(
+                "plain", do="gaps", prompts=[p for p, _ in pairs], texts=[t for _, t in pairs]
+            )
+            self.results.cell(f"near_ties/{arm}", judged(gaps["gaps"], tau))
+
+    def captured(self) -> None:
+        """Graphs, eager and the control on the same prompts, alone and four at a time."""
+        some = [row for each in self.prompts.values() for row in each[:4]]
+        base = next(arm for arm in self.options.first if arm.startswith("tree"))
+        for at_once in (1, 4):
+            load = {
+                "do": "load",
+                "prompts": some,
+                "at_once": at_once,
+                "temperature": 0.0,
+                "tokens": min(64, self.options.tokens),
+            }
+            graphs = self.fleet.ask(base, **load)["ids"]
+            for variant in ("eager", "control"):
+                if self.fleet.has(f"{base}-{variant}"):
+                    found = self.fleet.ask(f"{base}-{variant}", **load)
+                    rounds = sum(found["rounds"])
+                    accept = round(sum(len(ids) - 1 for ids in found["ids"]) / rounds, 3) if rounds else None
+                    self.results.cell(f"captured/{base}/{variant}/c{at_once}",
+                                      compared(graphs, found["ids"]) | {"accept_length": accept})  # fmt: skip
+
+    def soak(self) -> None:
+        base = next(arm for arm in self.options.first if arm.startswith("tree"))
+        rows = [row for each in self.prompts.values() for row in each[:16]]
+        seconds = min(120.0, self.results.left - 15)
+        self.results.need(25, "soak")
+        order, before = {"do": "soak", "prompts": rows, "steps": self.options.steps}, gpu_used()
+        found = self.fleet.ask(base, seconds + 60, seconds=seconds, **order)
+        found |= {"of": self.options.steps, "gpu_before": before, "gpu_after": gpu_used()}
+        self.results.cell(f"soak/{base}", found)
+
+    def kill(self) -> None:
+        """In a process of its own, the fleet having ended."""
+        self.results.need(75, "kill")
+        words = [
+            sys.executable,
+            __file__,
+            "kill",
+            *_given(self.options),
+            "--seconds",
+            f"{self.results.left:.0f}",
+        ]
+        with (self.fleet.folder / "kill.log").open("ab") as log:
+            subprocess.run(
+                words, stdout=log, stderr=subprocess.STDOUT, timeout=self.results.left + 60, check=True
+            )
+
+
+def _cell(arm: str, kind: str, temperature: float, at_once: int) -> str:
+    return f"speed/{arm}/{kind}/T{temperature:g}/c{at_once}"
+
+
+def everything(options: argparse.Namespace, results: Results) -> None:
+    """The most wanted first; each engine and part by itself."""
+    with tempfile.TemporaryDirectory(prefix="ddtree-arms-") as scratch:
+        fleet = Fleet(options, results, Path(scratch))
+        try:
+            fleet.start(options.first)
+            session = Session(options, results, fleet)
+            fleet.await_ready()
+            one = options.first
+            parts = [
+                ("speed", lambda: session.speed(one, 0.0, 1, 3)),
+                ("start", lambda: fleet.start(options.then)),
+                ("warm sampled", lambda: session.warm(one, 1.0, 1)),
+                ("same", lambda: session.same(0.0)),
+                ("ready", fleet.await_ready),
+                ("captured", session.captured),
+                ("end", lambda: fleet.end([name for name in options.then if "-" in name])),
+                ("more", lambda: session.speed([n for n in options.then if "-" not in n], 0.0, 1, 2)),
+                ("load 8", lambda: session.speed([*one, "chain"], 0.0, 8, 2)),
+                ("load 32", lambda: session.speed([*one, "chain"], 0.0, 32, 2)),
+                ("sampled", lambda: session.speed([*one, "chain"], 1.0, 1, 2)),
+                ("same sampled", lambda: session.same(1.0)),
+                ("soak", session.soak),
+                ("end all", fleet.end),
+                ("kill", session.kill),
+            ]
+            for name, part in parts:
+                began = time.monotonic()
+                guarded(results, name, part)
+                results.note("part", part=name, took_s=round(time.monotonic() - began, 1))
+                fleet.keep_logs()
+        finally:
+            fleet.end()
+            fleet.keep_logs()
 
 
 def check(options: argparse.Namespace, results: Results) -> None:
+    """What needs no GPU: the pair, the prompts, every arm's arguments through SGLang's own parser."""
     from runtime.drafter import read_drafter_config
 
-    config = json.loads((options.target / "config.json").read_text())
+    layers = int(json.loads((options.target / "config.json").read_text())["num_hidden_layers"])
     drafter = read_drafter_config(options.drafter)
-    layers = int(config["num_hidden_layers"])
-    taps = list(drafter.target_layer_ids)
-    if max(taps) >= layers - 1 or drafter.num_target_layers != layers:
-        raise SystemExit(
-            f"{options.drafter} taps {taps}; SGLang gives layers 0 to {layers - 2} of {options.target}"
-        )
-    prompts = {name: [len(ids) for ids in each] for name, each in prompt_ids(options).items()}
-    longest = max(max(each) for each in prompts.values())
+    if max(drafter.target_layer_ids) >= layers - 1 or drafter.num_target_layers != layers:
+        raise SystemExit(f"{options.drafter} taps {list(drafter.target_layer_ids)}; SGLang gives layers 0 to "
+                         f"{layers - 2} of {options.target}")  # fmt: skip
+    longest = max(len(row) for rows in prompt_ids(options).values() for row in rows)
     if longest + options.tokens > options.context:
         raise SystemExit(
             f"a prompt of {longest} tokens and {options.tokens} more exceed --context {options.context}"
         )
-    for arm in options.arms:
-        results.note("arguments", arm=arm, resolved=parsed(arm, options))
-    names = [cell[0] for arm in options.arms for cell in speed_cells(arm, options)]
-    results.note("check", prompts={name: len(each) for name, each in prompts.items()}, longest=longest,
-                 cells=len(names), missing=len(results.missing(names)))  # fmt: skip
-
-
-def speed(options: argparse.Namespace, results: Results) -> None:
-    prompts = prompt_ids(options)
-    for arm in options.arms:
-        cells = speed_cells(arm, options)
-        if not results.missing([cell[0] for cell in cells]):
-            continue
-        with engine_of(arm, options, results) as engine:
-            warm = [ids for each in prompts.values() for ids in each]
-            for at_once in options.concurrency:
-                run(engine, several(warm[:4], at_once), at_once, 0.0, min(32, options.tokens))
-            for name, kind, temperature, at_once in cells:
-
-                def measure(
-                    kind: str = kind, temperature: float = temperature, at_once: int = at_once
-                ) -> Any:
-                    asked = several(prompts[kind], at_once)
-                    return figures(*run(engine, asked, at_once, temperature, options.tokens))
-
-                results.cell(name, measure)
-
-
-def texts_of(
-    arm: str, options: argparse.Namespace, results: Results, **changes: Any
-) -> dict[str, Any] | None:
-    """The texts of one arm at both temperatures, as cells, so that another call can compare with them."""
-    extra = "/eager" if changes else ""
-    names = [f"texts/{arm}{extra}/T{temperature:g}" for temperature in TEMPERATURES]
-    if results.missing(names):
-        with engine_of(arm, options, results, **changes) as engine:
-            for name, temperature in zip(names, TEMPERATURES, strict=True):
-
-                def measure(temperature: float = temperature) -> dict[str, Any]:
-                    answers, _ = run(engine, all_prompts(options), 8, temperature, options.tokens)
-                    return {"ids": [each["ids"] for each in answers]}
-
-                results.cell(name, measure)
-    rows = [results.done.get(name) for name in names]
-    if not all(rows):
-        return None
-    return dict(zip(TEMPERATURES, (row["ids"] for row in rows if row), strict=True))
-
-
-def same(options: argparse.Namespace, results: Results) -> None:
-    """Judged by teacher forcing: what each arm emitted must be plain decoding's choice, or within tau of it."""
-    arms = [arm for arm in options.arms if arm not in ("plain", "dflash")]
-    texts = {arm: texts_of(arm, options, results) for arm in ("plain", *arms)}
-    plain = texts["plain"]
-    if plain is None:
-        return
-    known = {arm: found for arm, found in texts.items() if found is not None}
-    for arm, found in known.items():
-        for temperature in TEMPERATURES:
-            results.note(
-                "same", arm=arm, temperature=temperature, **compared(plain[temperature], found[temperature])
+    with tempfile.TemporaryDirectory(prefix="ddtree-arms-") as scratch:
+        for arm in (name for name in (*options.first, *options.then) if name != "native"):
+            arguments, wanted = arm_arguments(arm, options)
+            environment = variables(wanted, sglang_path(options.site, Path(scratch)))
+            words = [options.python or sys.executable, "-m", "runtime.sglang_child", "check"]
+            done = subprocess.run(
+                words,
+                input=json.dumps(arguments),
+                capture_output=True,
+                text=True,
+                env=environment,
+                cwd=scratch,
             )
-    if not results.missing([f"near_ties/{arm}" for arm in known]):
-        return
-    prompts = all_prompts(options)
-    with engine_of("plain", options, results) as engine:
-        tau = results.cell("tau", lambda: {"value": tau_of(engine, prompts, plain[0.0])})
-        for arm, found in known.items():
-            if tau:
-                gaps = gaps_of(engine, prompts, found[0.0])
-                results.cell(f"near_ties/{arm}", lambda gaps=gaps: judged(gaps, tau["value"]))
-
-
-def captured(options: argparse.Namespace, results: Results) -> None:
-    """Graphs against eager; then graphs under the control's mask, which must give other texts."""
-    arm = next((arm for arm in options.arms if arm.startswith("tree")), "tree32")
-    graphs = texts_of(arm, options, results)
-    eager = texts_of(arm, options, results, disable_cuda_graph=True)
-    if graphs and eager:
-        for temperature in TEMPERATURES:
-            found = compared(graphs[temperature], eager[temperature])
-            results.note("captured", arm=arm, against="eager", temperature=temperature, **found)
-    if graphs and results.missing([f"control/{arm}"]):
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(_command(options, "control", [arm], Path(folder)), check=True)
-            found = Results(Path(folder), [], 0.0).done["control"]
-        results.cell(f"control/{arm}", lambda: compared(graphs[0.0], found["ids"]))
-
-
-def control(options: argparse.Namespace, results: Results) -> None:
-    with engine_of(options.arms[0], options, results) as engine:
-        answers, _ = run(engine, all_prompts(options), 8, 0.0, options.tokens)
-    results.cell("control", lambda: {"ids": [each["ids"] for each in answers]})
-
-
-def soak(options: argparse.Namespace, results: Results) -> None:
-    """SGLang checks its slots whenever it is idle and ends with an error where one leaked; memory is read besides."""
-    arm = next((arm for arm in options.arms if arm.startswith("tree")), "tree32")
-    if results.missing([f"soak/{arm}"]):
-        with engine_of(arm, options, results) as engine:
-            results.cell(f"soak/{arm}", lambda: _soaked(engine, options, results))
-
-
-def _soaked(engine: Any, options: argparse.Namespace, results: Results) -> dict[str, Any]:
-    draws, prompts, before = random.Random(0), all_prompts(options), gpu_used()
-
-    async def request(number: int) -> int:
-        name, taken = f"soak{number}", 0
-        abort_at = draws.randint(1, 60) if draws.random() < 0.3 else None
-        settings = sampling(draws.choice(TEMPERATURES), draws.randint(1, 200), number)
-        stream = await engine.async_generate(
-            input_ids=draws.choice(prompts), sampling_params=settings, stream=True, rid=name
-        )
-        async for answer in stream:
-            taken += 1
-            if abort_at is not None and len(answer["output_ids"]) >= abort_at:
-                engine.tokenizer_manager.abort_request(rid=name)
-                abort_at = None
-        return taken
-
-    async def work() -> tuple[int, int]:
-        steps, number = 0, 0
-        while steps < options.steps and results.left > 0:
-            batch = draws.randint(1, 32)
-            steps += max(await asyncio.gather(*(request(number + i) for i in range(batch))))
-            number += batch
-        return steps, number
-
-    steps, requests = engine.loop.run_until_complete(work())
-    time.sleep(2)
-    state = engine.get_server_info()["internal_states"][0]
-    told = {key: value for key, value in state.items() if isinstance(value, int | float)}
-    return {"steps": steps, "of": options.steps, "requests": requests, "gpu_before": before, "gpu_after": gpu_used(),
-            "state": told}  # fmt: skip
-
-
-def native(options: argparse.Namespace, results: Results) -> None:
-    """The native engine in its own dtype for this device on the same prompts, modes and temperatures."""
-    from runtime.rebuild import build
-
-    prompts = prompt_ids(options)
-    built = build(config_of(options, mode="tree", max_tree_budget=63), None, lambda _share, _what: None)
-    results.note("native", seconds=round(built.seconds, 1), notes=list(built.engine.loaded.notes),
-                 dtype=str(built.engine.models.target.dtype))  # fmt: skip
-    for at_once in options.concurrency:
-        for temperature in TEMPERATURES:
-            for kind, rows in prompts.items():
-                for mode, budget in NATIVE:
-
-                    def measure(
-                        at_once: int = at_once,
-                        temperature: float = temperature,
-                        rows: list[list[int]] = rows,
-                        fields: Any = types.MappingProxyType({"mode": mode, "tree_budget": budget or None}),
-                    ) -> dict[str, Any]:
-                        asked = [
-                            request_of(ids, options.tokens, temperature, seed, **fields)
-                            for seed, ids in enumerate(several(rows, at_once))
-                        ]
-                        return driven(built.engine, asked, at_once)
-
-                    results.cell(f"native/{mode}{budget or ''}/{kind}/T{temperature:g}/c{at_once}", measure)
-    built.engine.loaded.close()
+            results.note("arguments", arm=arm, told=done.stdout or done.stderr[-600:])
 
 
 def kill(options: argparse.Namespace, results: Results) -> None:
     if results.missing(["kill"]):
-        found = asyncio.run(_killed(options))
-        results.cell("kill", lambda: found)
+        results.cell("kill", asyncio.run(_killed(options)))
 
 
 async def _killed(options: argparse.Namespace) -> dict[str, Any]:
+    """This process is the product's: SGLang's processes are children of it."""
     import psutil
 
+    from runtime.config import RuntimeConfig
+    from runtime.interface import GenerateRequest, SamplingParams
     from runtime.local import LocalRuntime
 
-    runtime = LocalRuntime(config_of(options, engine="sglang", sglang_python=sys.executable, tree_budget=31))
+    layouts = Path(os.environ["XDG_CONFIG_HOME"]) / "ddtree" / "layouts"
+    layouts.mkdir(parents=True)
+    arguments = "\n".join(
+        f"{name.replace('_', '-')} = {json.dumps(value)}" for name, value in options.set.items()
+    )
+    (layouts / "measured.toml").write_text(
+        'name = "measured"\ntitle = "few graphs"\nengine = "sglang"\n[arguments]\nmem-fraction-static = 0.4\n'
+        f"cuda-graph-max-bs-decode = 4\ndisable-prefill-cuda-graph = true\n{arguments}\n"
+    )
+    used = [gpu_used()]
+    runtime = LocalRuntime(RuntimeConfig(
+        model=str(options.target), drafter=str(options.drafter), engine="sglang", layout="measured", mode="tree",
+        sglang_python=str(options.python or sys.executable), tree_budget=31, max_seq_len=options.context - 1,
+        max_concurrency=4, device=options.device, dtype="bfloat16", prefix_reuse=False,
+    ))  # fmt: skip
     await runtime.wait_ready()
-    asked = request_of(prompt_ids(options)["maths"][0], options.tokens, 0.0, 0)
+    prompt = next(iter(prompt_ids(options).values()))[0]
+    sampled = SamplingParams(max_tokens=min(400, options.context // 2), temperature=0.0, ignore_eos=True)
+    asked = GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampled)
     alone = [event async for event in runtime.generate(asked)][-1]
-    used, killed, events = gpu_used(), None, []
+    used.append(gpu_used())
+    events: list[Any] = []
     async for event in runtime.generate(asked):
         events.append(event)
-        if killed is None and len(events) > 3:
+        if len(events) == 4:
             children = psutil.Process().children(recursive=True)
-            killed = next(each for each in children if "scheduler" in " ".join(each.cmdline()))
-            os.kill(killed.pid, signal.SIGKILL)
+            os.kill(next(c for c in children if "scheduler" in " ".join(c.cmdline())).pid, signal.SIGKILL)
     end, status = events[-1], await runtime.status()
-    found = {"killed": killed is not None, "reason": end.reason, "same_text": end.token_ids == alone.token_ids,
-             "continued": end.stats.continued, "state": status.state.value, "errors": list(status.errors),
-             "gpu_before": used, "gpu_after": gpu_used()}  # fmt: skip
+    used.append(gpu_used())
     await runtime.aclose()
     time.sleep(2)
-    return found | {"gpu_closed": gpu_used()}
+    return {"reason": end.reason, "same_text": end.token_ids == alone.token_ids, "tokens": len(end.token_ids),
+            "continued": end.stats.continued, "state": status.state.value, "errors": list(status.errors),
+            "gpu_mib_before_serving_after_closed": [*used, gpu_used()]}  # fmt: skip
 
 
-def _command(options: argparse.Namespace, part: str, arms: list[str], out: Path | None) -> list[str]:
-    """This script over one part, with the options of this call."""
-    given = {"target": options.target, "drafter": options.drafter, "out": out, "prompts": options.prompts,
-             "prompt-tokens": options.prompt_tokens, "tokens": options.tokens, "context": options.context,
-             "steps": options.steps, "site": options.site, "arms": ",".join(arms),
-             "concurrency": ",".join(map(str, options.concurrency))}  # fmt: skip
+def _given(options: argparse.Namespace) -> list[str]:
+    """The options of this call for another one of this script."""
+    given = {"target": options.target, "drafter": options.drafter, "out": options.out, "site": options.site,
+             "device": options.device, "python": options.python, "context": options.context, "prompts": 1}  # fmt: skip
     words = [f"--{name}={value}" for name, value in given.items() if value not in (None, "")]
     words += [f"--set={name}={json.dumps(value)}" for name, value in options.set.items()]
-    words += [f"--runtime={name}={json.dumps(value)}" for name, value in options.runtime.items()]
-    earlier = ["--earlier", *map(str, options.earlier)] if options.earlier else []
-    return [sys.executable, __file__, part, *words, *earlier]
-
-
-def everything(options: argparse.Namespace, results: Results) -> None:
-    """Each engine in a process of its own: one that fails is told of and takes no other with it."""
-    trees = [arm for arm in options.arms if arm.startswith("tree")]
-    jobs = [("check", options.arms), *(("speed", [arm]) for arm in options.arms)]
-    jobs += [("captured", trees[:1]), ("same", trees), ("native", []), ("kill", []), ("soak", trees[:1])]
-    for part, arms in jobs:
-        left = results.left
-        if left <= 5:
-            results.note("no_time", missing=part, arms=arms)
-            continue
-        command = [*_command(options, part, arms, options.out), "--seconds", f"{left:.0f}"]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            results.note(
-                "failed", part=part, arms=arms, code=done.returncode, told=done.stderr.splitlines()[-30:]
-            )
-            if part == "check":
-                raise SystemExit(1)
-
-
-PARTS = {each.__name__: each for each in (check, speed, same, captured, control, soak, native, kill)}
-PARTS["all"] = everything
+    return [*words, *(["--sets", *map(str, options.sets)] if options.sets else [])]
 
 
 def _pair_of(words: str) -> tuple[str, Any]:
@@ -334,50 +331,48 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument(
-        "--target", type=Path, required=True, help="Hugging Face folder (ddtree model convert)"
-    )
-    parser.add_argument("--drafter", type=Path, default=ROOT / "runtime/drafters/smollm2-135m-instruct")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument(
-        "--earlier", type=Path, nargs="*", default=[], help="results of calls before this one"
-    )
-    parser.add_argument("--seconds", type=float, default=560.0, help="nothing begins after these")
-    parser.add_argument("--site", type=Path, help="folder with SGLang, for the processes that need it")
-    parser.add_argument(
-        "--arms", type=lambda words: [w for w in words.split(",") if w], default=ARMS.split(",")
-    )
-    parser.add_argument(
-        "--concurrency", type=lambda words: [int(w) for w in words.split(",")], default=[1, 8, 32]
-    )
-    parser.add_argument("--prompts", type=int, default=12, help="of each set")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="longer prompts keep their end")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--set", type=_pair_of, action="append", default=[], metavar="ARGUMENT=VALUE",
-                        help="another engine argument of SGLang")  # fmt: skip
-    parser.add_argument("--runtime", type=_pair_of, action="append", default=[], metavar="FIELD=VALUE",
-                        help="another configuration field of ddtree")  # fmt: skip
+
+    def listed(words: str) -> list[str]:
+        return [word for word in words.split(",") if word]
+
+    option = parser.add_argument
+    option("part", choices=("all", "check", "kill"))
+    option("--target", type=Path, required=True, help="Hugging Face folder (ddtree model convert)")
+    option("--drafter", type=Path, default=ROOT / "runtime/drafters/smollm2-135m-instruct")
+    option("--out", type=Path, help="folder of the results")
+    option("--earlier", type=Path, nargs="*", default=[], help="results of calls before this one")
+    option("--seconds", type=float, default=420.0, help="nothing begins after these")
+    option("--start-seconds", type=float, default=150.0, help="an engine that takes longer is given up")
+    option("--site", type=Path, help="folder with SGLang, for the processes that need it")
+    option("--python", help="Python of an environment with SGLang, where this one has none")
+    option("--sets", type=Path, nargs="*", default=[], help="prompt files, instead of the bundled prompts")
+    option("--first", type=listed, default=listed(FIRST), help="arms that are measured in every part")
+    option("--then", type=listed, default=listed(THEN), help="arms that come up after the first ones' speed")
+    option("--alone", type=int, default=16, help="prompts of each set at concurrency 1")
+    option("--prompts", type=int, default=64, help="at most so many of each set")
+    option("--prompt-tokens", type=int, default=768, help="longer prompts keep their end")
+    option("--tokens", type=int, default=128)
+    option("--context", type=int, default=1024)
+    option("--steps", type=int, default=5000)
+    option("--device", default="cuda", help="of the native engine, and of the product in kill")
+    option("--set", type=_pair_of, action="append", default=[], metavar="ARGUMENT=VALUE",
+           help="another engine argument of SGLang")  # fmt: skip
     options = parser.parse_args(words)
-    options.set, options.runtime = dict(options.set), dict(options.runtime)
+    options.set = dict(options.set)
     return options
 
 
 def main() -> None:
     options = options_of()
-    results = Results(options.out, options.earlier, options.seconds)
-    if options.part == "kill":
-        # This process runs in the native environment; SGLang's are children of it.
-        home = tempfile.mkdtemp(prefix="ddtree-home-")
+    with tempfile.TemporaryDirectory(prefix="ddtree-home-") as home:
         os.environ |= {f"XDG_{kind}_HOME": home for kind in ("CONFIG", "DATA", "STATE", "CACHE")}
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(options.site or ""), os.environ.get("PYTHONPATH")])
-        )
-    elif options.part not in ("native", "all"):
-        bring_sglang(options.site, control=options.part == "control")
-    PARTS[options.part](options, results)
+        borrow(options.site, Path(home))
+        if options.part == "kill":
+            # Of SGLang's processes; this one has its own path already.
+            paths = [str(options.site or ""), os.environ.get("PYTHONPATH", "")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        results = Results(options.out, options.earlier, options.seconds)
+        {"all": everything, "check": check, "kill": kill}[options.part](options, results)
 
 
 if __name__ == "__main__":

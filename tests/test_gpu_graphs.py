@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,17 @@ from engine_driver import run  # noqa: E402
 from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
 from tiny_models import tiny_config  # noqa: E402
 
-from runtime.calibrate import choose_budget, verify_seconds  # noqa: E402
+from runtime.calibrate import choose_budget  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
+from runtime.gang import RoundsSpec  # noqa: E402
+from runtime.gang_target import GangTarget  # noqa: E402
+from runtime.gpu_device import RoundDevice  # noqa: E402
 from runtime.gpu_graphs import GraphRounds  # noqa: E402
 from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
 from runtime.kv_cache import Geometry, KVCache  # noqa: E402
-from runtime.loader import load  # noqa: E402
+from runtime.linear import PlainLinear  # noqa: E402
+from runtime.loader import Loaded, load  # noqa: E402
 from runtime.round import NodeTable  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -59,8 +64,9 @@ def test_the_budget_is_chosen_by_whole_captured_rounds(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> dict[str, Engine]:
-    """The same trained pair twice: rounds from the host, and device rounds."""
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Engine]]:
+    """The same trained pair: rounds from the host, device rounds, and device rounds of two ranks."""
+    monkeypatch.setattr("runtime.gang.STEP_S", 1800.0)  # of an interpreter, beside other work
     pair = write_trained_pair(tmp_path)
     config = tiny_config(pair.target, pair.drafter, linear="plain", max_concurrency=2, max_tree_budget=16)
     loaded = load(config)
@@ -78,9 +84,49 @@ def engines(tmp_path: Path) -> dict[str, Engine]:
             pool.keys.fill_(torch.nan)
             pool.values.fill_(torch.nan)
         own = replace(models, cache=cache)
-        graphs = GraphRounds(own, 2, 128, chunk=64) if name == "device" else None
+        graphs = GraphRounds(own, RoundDevice(own, 2, 128, chunk=64), 2) if name == "device" else None
         made[name] = Engine(replace(loaded, models=own, graphs=graphs), config, 7)
-    return made
+    ranks = _ranks(loaded, pair.drafter)
+    cache = KVCache(ranks.pool, geometry, models.cache.slots, CPU)
+    own = replace(models, target=ranks, cache=cache)
+    assert ranks.rounds is not None
+    graphs = GraphRounds(own, ranks.rounds, 2)
+    made["ranks"] = Engine(replace(loaded, models=own, graphs=graphs), config, 7)
+    try:
+        yield made
+    finally:
+        ranks.close()
+
+
+def _ranks(loaded: Loaded, drafter: Path) -> GangTarget:
+    """The target of `loaded` with its MLPs split over two processes that play whole rounds."""
+    target, models = loaded.models.target, loaded.models
+    assert models.drafter is not None
+    ranks = GangTarget(
+        loaded.checkpoint,
+        "tp2",
+        slots=models.cache.slots,
+        taps=models.drafter.config.target_layer_ids,
+        dtype=target.dtype,
+        device=CPU,
+        linear=PlainLinear,
+        linear_setting="plain",
+        draft_linear=None,
+        threads=1,
+        tick=lambda: None,
+        rounds=RoundsSpec(
+            str(drafter),
+            models.block_size,
+            models.draft_noise,
+            target.vocab_size,
+            max_batch=2,
+            positions=128,
+            scratch=MOST_ROWS,
+            chunk=64,
+        ),  # fmt: skip
+    )
+    ranks.limit_vocabulary(target.vocab_size)
+    return ranks
 
 
 @pytest.mark.skipif(
@@ -90,8 +136,8 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
     """A batch that changes, modes that flip, a seed, a stop token, filters, logprobs (which no kernel knows)."""
     found: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
-        seconds = verify_seconds(engine.loaded, [1, 5])
-        assert seconds is not None and 0 < seconds[1] <= seconds[5]
+        graphs = engine.loaded.graphs
+        assert graphs is None or graphs.round_seconds(5, repeats=2) > 0
         ends: dict[str, Any] = {}
 
         def sink(event: object, ends: dict[str, Any] = ends) -> None:
@@ -119,4 +165,5 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
         engine.check_integrity()
         found[name] = ends
     assert found["device"] == found["host"]
+    assert found["ranks"] == found["host"]
     assert len(found["host"]) == 5

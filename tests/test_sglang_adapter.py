@@ -125,6 +125,40 @@ async def test_what_sglang_cannot_do_for_one_request_is_refused_by_name(start: S
     }
 
 
+async def test_a_budget_within_the_captured_one_is_taken_live_and_the_plan_says_what_it_costs(
+    start: Start,
+) -> None:
+    runtime = await start(mode="tree", tree_budget=16)
+    streaming = asyncio.create_task(collect(runtime, ask(700)))
+    plan = await runtime.preview({"tree_budget": 9})
+    (change,) = plan.changes
+    assert change.effect == "live" and plan.outage_s == 0.0
+    assert "still computes the 17 rows its graphs were captured for" in plan.summary
+    report = await apply(runtime, {"tree_budget": 9})
+    assert report.outage_s in (None, 0.0) and not streaming.done()
+
+    async def follows() -> bool:
+        return [each.tree_budget for each in await runtime.requests() if each.state == "decoding"] == [9]
+
+    await settle(follows, 60)
+    assert (await streaming)[-1].stats.continued is None  # nothing was rebuilt
+    with pytest.raises(RequestRejected, match="16 was asked for, 9 runs"):
+        await collect(runtime, ask(4).model_copy(update={"tree_budget": 16}))
+    for change, effects in (
+        ({"tree_budget": 17}, ["rebuild"]),
+        ({"tree_budget": 6}, ["refused"]),  # the draft block alone has more
+        ({"tree_budget": 12, "max_concurrency": 3}, ["rebuild", "rebuild"]),
+        ({"tree_budget": 12, "mode": "chain"}, ["rebuild", "rebuild"]),
+    ):
+        plan = await runtime.preview(change)
+        assert [each.effect for each in plan.changes] == effects, plan.summary
+    # SGLang is lost where it does not take a budget, and comes back as it last served; the request lives through it.
+    await apply(runtime, {"tree_budget": 12})
+    end = (await collect(runtime, ask(20)))[-1]
+    assert end.reason == "length" and end.stats.continued is not None
+    assert any("did not take a tree budget of 12" in error for error in (await runtime.status()).errors)
+
+
 async def test_trees_come_from_the_scheduler_while_somebody_looks_and_fit_the_text(start: Start) -> None:
     runtime = await start(mode="tree", tree_budget=8)
     unseen = await collect(runtime, ask(20))

@@ -12,6 +12,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+from runtime.sglang_plugin import BUDGET
 from runtime.sglang_trees import PLACE, TreeSampler
 
 __version__ = "0.5.18"
@@ -50,6 +51,10 @@ class Engine:
     def get_all_child_pids(self):
         return [self._scheduler.pid]
 
+    async def set_internal_state(self, asked):
+        """Takes a tree budget, as the plugin's hook in the scheduler does."""
+        return [asked.server_args == {BUDGET: 9}]
+
     def abort_request(self, rid):
         self._aborted.add(rid)
 
@@ -75,7 +80,7 @@ class Engine:
             path=torch.tensor([[0, 1, 2]]),
             token_ids=torch.tensor([emitted]),
         )
-        self._trees.step([SimpleNamespace(rid=rid)], torch.tensor([len(ids) - 1]), tree, accepted)
+        self._trees.step([SimpleNamespace(rid=rid)], torch.tensor([len(ids) - 1]), tree, accepted, 4)
 
     async def async_generate(self, input_ids, sampling_params, stream, rid):
         assert stream

@@ -1,0 +1,3 @@
+"""See the package."""
+
+from types import SimpleNamespace as SetInternalStateReq  # noqa: F401
