@@ -200,9 +200,7 @@ class RoundDevice:
     def _captured(self, enqueue: Callable[[], None]) -> Callable[[], object]:
         device = self._round
         held = device.state.clone()
-        device.active.zero_()
-        device.block_rows.zero_()
-        device.prompt_state.zero_()
+        device.rest()
         enqueue()  # compiles what is new; nothing may compile under capture
         graph = torch.cuda.CUDAGraph()
         # Thread-local: a watchdog of a process group may ask the driver for events meanwhile.

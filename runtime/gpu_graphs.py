@@ -7,6 +7,7 @@ batch or the settings change is the round in flight collected first and the stat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -145,6 +146,29 @@ class GraphRounds:
     def drain(self, batch: Seq[Sequence]) -> Played | None:
         """The round in flight, if there is one; nothing is launched."""
         return None if self._flight is None else self._collect(self._flight, batch)
+
+    @torch.inference_mode()
+    def round_seconds(self, rows: int, repeats: int = 4) -> float:
+        """Seconds of a greedy round of one sequence with `rows` tree rows, root included; for an idle engine.
+
+        Each is launched before the one before is waited for, as while requests run; the rows do not count.
+        """
+        size = next(size for size in ROWS if size >= rows)
+        shape = Shape(1, size, context=self._models.drafter is not None)
+        self.drain([])
+        self._rows = []
+        self.device.prepare(shape)
+        self._host.state.zero_()
+        self.device.upload(self._host)
+        self.device.launch(shape)()
+        began = time.perf_counter()
+        flight = self.device.launch(shape)
+        for _ in range(repeats - 1):
+            following = self.device.launch(shape)
+            flight()
+            flight = following
+        flight()
+        return (time.perf_counter() - began) / repeats
 
     def _continues(
         self, flight: _Flight, shape: Shape, batch: Seq[Sequence], speculation: Seq[Speculation]

@@ -113,6 +113,12 @@ class GpuRound:
         """What the last round of `shape` tells the host, int32 `[batch, record]`."""
         return self._out[: shape.batch * self.record(shape)].view(shape.batch, -1)
 
+    def rest(self) -> None:
+        """Makes every sequence inactive, so that rounds and chunks write scratch slots alone."""
+        self.active.zero_()
+        self.block_rows.zero_()
+        self.prompt_state.zero_()
+
     def enqueue(self, shape: Shape) -> None:
         """Puts the kernels of one round into the current stream."""
         speculative = shape.rows > 1

@@ -5,10 +5,12 @@ On a CPU the kernels run through Triton's interpreter, which takes minutes: by h
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from engine_driver import run  # noqa: E402
 from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
 from tiny_models import tiny_config  # noqa: E402
 
+from runtime.calibrate import choose_budget  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
 from runtime.gang import RoundsSpec  # noqa: E402
 from runtime.gang_target import GangTarget  # noqa: E402
@@ -43,6 +46,21 @@ def test_nodes_are_made_into_rows_when_somebody_looks() -> None:
     table = NodeTable(columns)
     assert (len(table), table.deepest) == (3, 2)
     assert list(table) == [(5, 0, 0, 0.0), (7, 0, 1, -0.5), (9, 1, 2, -1.25)]
+
+
+def test_the_budget_is_chosen_by_whole_captured_rounds(tmp_path: Path) -> None:
+    accepts = {"set": {"tree7": 3.0, "tree31": 4.0, "tree63": 4.5}}
+    (tmp_path / "config.json").write_text(json.dumps({"ddtree": {"measured": {"accept_length": accepts}}}))
+    for last, best, words in ((1.40, 63, "3.2x"), (1.60, 31, "3.1x")):
+        rounds = {1: 1.0, 8: 1.2, 16: 1.25, 32: 1.3, 64: last}
+        loaded: Any = SimpleNamespace(
+            drafter_path=tmp_path,
+            limits=SimpleNamespace(max_tree_budget=63),
+            graphs=SimpleNamespace(round_seconds=rounds.__getitem__),
+            models=SimpleNamespace(target=None, cache=None),
+        )
+        chosen = choose_budget(loaded, 0.0)
+        assert chosen.tree_budget == best and words in chosen.summary
 
 
 @pytest.fixture
@@ -118,6 +136,8 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
     """A batch that changes, modes that flip, a seed, a stop token, filters, logprobs (which no kernel knows)."""
     found: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
+        graphs = engine.loaded.graphs
+        assert graphs is None or graphs.round_seconds(5, repeats=2) > 0
         ends: dict[str, Any] = {}
 
         def sink(event: object, ends: dict[str, Any] = ends) -> None:
