@@ -180,7 +180,7 @@ def _toml(value: Any) -> str:
 
 def hardware_text(text: str, profile: Line, machine: str) -> str:
     """A device's file with measured link figures in the place of assumed ones."""
-    fit = "all-reduce of 8 KiB to 1 MiB, in a CUDA graph to 256 KiB, as latency + bytes / bandwidth"
+    fit = "all-reduce, latency of the smallest message (in a CUDA graph), bandwidth of the largest"
     source = f"measured on {machine}: {fit} ({SOURCE})"
     text = "".join(line for line in text.splitlines(keepends=True) if SOURCE not in line)
     text = text.replace("not measured: link latency, ", "not measured: ")

@@ -21,8 +21,6 @@ SIZES = tuple(8 * KIB << i for i in range(14))
 GRAPHED = 256 * KIB
 SAMPLES = 20
 CALLS = 10
-FITTED = (8 * KIB, 1 * MIB)
-"""Messages of decoding: these sizes give latency and bandwidth of the profile."""
 PRELOAD = "import runtime.gang_rank, torch; print(torch.cuda.is_initialized())"
 Tell = Callable[..., None]
 
@@ -252,18 +250,14 @@ def _finding(name: str, size: int, times: Sequence[float], share: int, graph: bo
 
 
 def profile(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Latency and bandwidth of a collective of decoding size: the line that fits its times best, relative to them.
+    """Latency and bandwidth of a collective, as latency + bytes / bandwidth: two ranks behind a switch sum in one step.
 
-    Replayed times stand where there are some. Two ranks behind a switch sum in one step: latency + bytes / bandwidth.
+    Bandwidth from the largest message, latency from the smallest, replayed in a graph where there is such a time:
+    launched one by one, small ones take what the host takes.
     """
     reduced = [each for each in found if each["kind"] == "all-reduce"]
-    times = {each["bytes"]: each["us"] for each in sorted(reduced, key=lambda each: each["graph"])}
-    points = [(size, us) for size, us in times.items() if FITTED[0] <= size <= FITTED[1]]
-    weights = [1 / us**2 for _, us in points]
-    total = sum(weights)
-    x = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    y = sum(w * us for w, (_, us) in zip(weights, points, strict=True)) / total
-    across = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, points, strict=True))
-    slope = sum(w * (size - x) * (us - y) for w, (size, us) in zip(weights, points, strict=True)) / across
-    slope = max(slope, 1e-9)
-    return {"link_latency_us": round(max(y - slope * x, 0.1), 2), "link_gb_s": round(1 / slope / 1e3, 1)}
+    largest = max(reduced, key=lambda each: each["bytes"])
+    smallest = min(reduced, key=lambda each: (each["bytes"], not each["graph"]))
+    bytes_a_us = largest["bytes"] / largest["us"]
+    latency = max(smallest["us"] - smallest["bytes"] / bytes_a_us, 0.1)
+    return {"link_latency_us": round(latency, 2), "link_gb_s": round(bytes_a_us / 1e3, 1)}
