@@ -187,7 +187,7 @@ class Engine:
         result = played.result
         self.rounds += 1
         if following == len(batch) == len(played.sequences):
-            self.auto.learn(result)
+            self.auto.learn(result, played.speculation)
         owners = {id(_sequence(running.ticket)): running for running in batch}
         emitted: list[int] = []
         for sequence, outcome, how in zip(
