@@ -10,7 +10,7 @@ import os
 from importlib import metadata
 from typing import Any
 
-TESTED = ("0.5.18",)
+TESTED = ("0.5.17", "0.5.18")
 """Releases of SGLang that the plugin was run with."""
 BACKENDS = ("triton",)
 """Attention backends whose tree mask was tested."""

@@ -21,7 +21,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -33,6 +33,7 @@ MODES = {"native/off": ("off", 0), "native/chain": ("chain", 0), "native/tree15"
          "native/tree31": ("tree", 31)}  # fmt: skip
 ANSWER_S = 90.0
 LOG_LINES = 250
+FAILURES = 3
 
 
 class ArmLost(RuntimeError):
@@ -209,7 +210,7 @@ class Arm:
     def __init__(
         self, name: str, python: str, order: dict[str, Any], environment: dict[str, str], log: Path
     ) -> None:
-        self.name, self.log, self.lost = name, log, ""
+        self.name, self.log, self.lost, self._failures = name, log, "", 0
         mine, theirs = socket.socketpair()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -245,13 +246,21 @@ class Arm:
                 if self._pipe.poll(max(0.0, seconds)):
                     answer = dict(json.loads(self._pipe.recv_bytes()))
                     if "failed" in answer:
-                        raise RuntimeError(f"{self.name}: " + "\n".join(answer["failed"]))
+                        return self._failed(answer["failed"])
                     return answer
                 self.lost = f"{self.name} gave no answer within {seconds:.0f} s"
             except (EOFError, OSError):
                 self.lost = f"{self.name} ended"
             self.close()
         raise ArmLost(self.lost)
+
+    def _failed(self, told: list[str]) -> NoReturn:
+        """An order failed; an arm that fails at every one is ended."""
+        self._failures += 1
+        if self._failures >= FAILURES:
+            self.lost = f"{self.name} failed {FAILURES} times"
+            self.close()
+        raise RuntimeError(f"{self.name}: " + "\n".join(told))
 
     def close(self) -> None:
         """Ends it and all it started."""
@@ -275,7 +284,8 @@ class Fleet:
         for name in names:
             if name == "native":
                 fields = {"model": str(self.options.target), "drafter": str(self.options.drafter)}
-                arguments, wanted, path = NATIVE | fields | {"device": self.options.device}, {}, None
+                about = {"device": self.options.device, "max_seq_len": self.options.context}
+                arguments, wanted, path = NATIVE | fields | about, {}, None
             else:
                 arguments, wanted = arm_arguments(name, self.options)
                 arguments |= {"port": 30000 + 2000 * len(self._arms)}

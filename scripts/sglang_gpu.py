@@ -342,7 +342,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
     option("--out", type=Path, help="folder of the results")
     option("--earlier", type=Path, nargs="*", default=[], help="results of calls before this one")
     option("--seconds", type=float, default=420.0, help="nothing begins after these")
-    option("--start-seconds", type=float, default=150.0, help="an engine that takes longer is given up")
+    option("--start-seconds", type=float, default=120.0, help="an engine that takes longer is given up")
     option("--site", type=Path, help="folder with SGLang, for the processes that need it")
     option("--python", help="Python of an environment with SGLang, where this one has none")
     option("--sets", type=Path, nargs="*", default=[], help="prompt files, instead of the bundled prompts")

@@ -38,7 +38,7 @@ def test_a_spawned_process_has_the_algorithm_with_its_answers() -> None:
 def test_a_release_that_was_not_tested_is_refused_with_the_tested_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(RuntimeError, match="not tested with SGLang 0.9.1; tested: 0.5.18"):
+    with pytest.raises(RuntimeError, match="not tested with SGLang 0.9.1; tested: 0.5.17, 0.5.18"):
         sglang_checks.check_version("0.9.1")
     sglang_checks.check_version("0.5.18+cu130")
     monkeypatch.setenv(sglang_checks.UNTESTED, "1")
