@@ -163,13 +163,16 @@ class Gang:
         if self.lost is not None:
             on_lost(self.lost)
 
-    def forward(self, message: bytes, answers: int) -> bytes:
-        """Sends `message` to all ranks; returns what rank `answers` sends back. Raises EngineLost."""
+    def forward(self, message: bytes, answers: int, stall_s: float = STALL_S) -> bytes:
+        """Sends `message` to all ranks; returns what rank `answers` sends back. Raises EngineLost.
+
+        `stall_s`: longer where a rank may wait for a compiler, which is another process.
+        """
         with self._lock:
             if self.lost is not None or self._closing.is_set():
                 raise EngineLost(self.lost or "the ranks were ended")
             self._send(message)
-            return self._collect([answers], b"A", STALL_S, STEP_S)[answers]
+            return self._collect([answers], b"A", stall_s, STEP_S)[answers]
 
     def tell(self, message: bytes) -> None:
         """Sends `message`, which is not answered, to all ranks. Raises EngineLost."""

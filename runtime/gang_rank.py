@@ -73,6 +73,8 @@ def _stage(spec: RankSpec) -> Stage | Shard:
         rank=spec.rank,
         world_size=RANKS,
         timeout=BACKSTOP,
+        # On a GPU ranks meet now, while they load, and not in their first pass, whose deadline is short.
+        device_id=device if device.type == "cuda" else None,
     )
     if spec.rounds is None:
         return Stage(spec)

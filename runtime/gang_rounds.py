@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from runtime.gang import Gang
+from runtime.gang import LOAD_STALL_S, STALL_S, Gang
 from runtime.gang_step import Move, RemotePool, make_move
 from runtime.gpu_device import RING, Chunk, Device, HostBatch, RoundResults
 from runtime.gpu_round import STAMPS, PromptShape, Shape
@@ -48,7 +48,7 @@ class GangDevice:
     def prepare(self, shape: Shape | PromptShape) -> None:
         if shape not in self._prepared:
             began = time.perf_counter()
-            self._ask(PREPARE, _fields(shape))
+            self._ask(PREPARE, _fields(shape), LOAD_STALL_S)
             self._prepared.add(shape)
             self._capture_s += time.perf_counter() - began
 
@@ -67,6 +67,7 @@ class GangDevice:
         return results_of
 
     def prompt(self, shape: PromptShape, chunk: Chunk) -> None:
+        self.prepare(shape)
         given = (*chunk.numbers, chunk.seed)
         odds, ids = np.asarray(chunk.odds, dtype=np.float64), np.asarray(chunk.token_ids, dtype=np.int64)
         self._tell(PROMPT, [*_fields(shape), *given], odds, ids)
@@ -77,8 +78,9 @@ class GangDevice:
     def _tell(self, op: int, numbers: Seq[int], *arrays: np.ndarray) -> None:
         self._gang.tell(_message(op, numbers, self._pool.take_moves(), arrays))
 
-    def _ask(self, op: int, numbers: Seq[int]) -> bytes:
-        return self._gang.forward(_message(op, numbers, self._pool.take_moves(), ()), answers=0)
+    def _ask(self, op: int, numbers: Seq[int], stall_s: float = STALL_S) -> bytes:
+        message = _message(op, numbers, self._pool.take_moves(), ())
+        return self._gang.forward(message, answers=0, stall_s=stall_s)
 
 
 class RankRounds:

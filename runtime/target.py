@@ -153,7 +153,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocab_size]` in float32, ids beyond the tokenizer left out."""
-        return self.decoder.head(hidden)[..., : self.vocab_size].float()
+        return _float32_of(self.decoder.head, hidden)[..., : self.vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """Argmax of `logits`, token ids `[rows]`, of `hidden [rows, hidden_size]`."""
@@ -165,12 +165,25 @@ class TargetModel:
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits as `logits`, of a drafter's hidden states; may be rounded more coarsely."""
-        head = self._draft_head or self.decoder.head
-        return head(hidden)[..., : self.vocab_size].float()
+        return _float32_of(self._draft_head or self.decoder.head, hidden)[..., : self.vocab_size]
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> TargetOutput:
         """One pass over the rows `token_ids [rows]` at absolute `positions [rows]`."""
         return TargetOutput(*self.decoder.forward(token_ids, positions, step))
+
+
+def _float32_of(head: Linear, hidden: Tensor) -> Tensor:
+    """`head(hidden)` in float32: on a GPU as it was summed, as bfloat16 logits near 20 are 0.125 apart and tie."""
+    if (
+        hidden.is_cuda
+        and hidden.dtype == torch.bfloat16
+        and isinstance(head, PlainLinear)
+        and head.bias is None
+    ):
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        product = torch.mm(rows, head.weight.t(), out_dtype=torch.float32)
+        return product.view(*hidden.shape[:-1], -1)
+    return head(hidden).float()
 
 
 class TransformersDecoder:

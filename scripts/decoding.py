@@ -34,9 +34,12 @@ def decode(
     engine: Engine,
     requests: list[GenerateRequest],
     concurrency: int,
-    on_round: Callable[[RoundStats], object],
+    on_round: Callable[[RoundStats, float], object],
 ) -> tuple[list[RequestFinished], float]:
-    """The ends of all requests, in their order, and the seconds from the first submission to the last token."""
+    """The ends of all requests, in their order, and the seconds from the first submission to the last token.
+
+    `on_round` is told of each round and the seconds of its step.
+    """
     ends: dict[str, RequestFinished] = {}
 
     def sink(event: object) -> None:
@@ -52,9 +55,10 @@ def decode(
         flying += started
         if not flying:
             break
+        at = time.perf_counter()
         stats = engine.step()
         if stats is not None:
-            on_round(stats)
+            on_round(stats, time.perf_counter() - at)
     seconds = time.perf_counter() - began
     return [ends[request.request_id or ""] for request in requests], seconds
 

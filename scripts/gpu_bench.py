@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import triton
 from decoding import decode, gaps, numbered
 
 from runtime.config import validate
 from runtime.engine import Engine
-from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
+from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
 from runtime.loader import load
 from runtime.prompt_sets import read_prompts
 
@@ -44,10 +42,16 @@ class Taken:
     seconds: float
     rounds: int
     round_s: float
+    steps: list[tuple[float, int]]
+    """Seconds and tokens of each step that decoded a round and prefilled nothing."""
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        return [end.token_ids for end in self.ends]
 
     @property
     def tokens(self) -> int:
-        return sum(len(end.token_ids) for end in self.ends)
+        return sum(map(len, self.texts))
 
     @property
     def decoded(self) -> int:
@@ -62,11 +66,19 @@ def take(
     engine: Engine, prompts: list[dict[str, Any]], arm: Arm, temperature: float, concurrency: int, tokens: int
 ) -> Taken:
     """Decodes all prompts, `concurrency` at a time; seeds are the prompts' numbers."""
-    seen: list[float] = []
+    rounds: list[float] = []
+    steps: list[tuple[float, int]] = []
+
+    def count(stats: RoundStats, seconds: float) -> None:
+        rounds.append(sum(stats.stage_s))
+        if not stats.prefill_tokens:
+            steps.append((seconds, stats.emitted))
+
     requests = numbered(prompts, mode=arm[0], budget=arm[1], temperature=temperature, tokens=tokens)
-    torch.cuda.synchronize()
-    ends, seconds = decode(engine, requests, concurrency, lambda stats: seen.append(sum(stats.stage_s)))
-    return Taken(ends, seconds, len(seen), sum(seen))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    ends, seconds = decode(engine, requests, concurrency, count)
+    return Taken(ends, seconds, len(rounds), sum(rounds), steps)
 
 
 def group(
@@ -81,7 +93,7 @@ def group(
             if repeat or repeats == 1:
                 kept[arm].append(taken)
     plain = kept[arms[0]]
-    texts = [end.token_ids for end in plain[-1].ends]
+    texts = plain[-1].texts
     for arm, runs in kept.items():
         speeds = [run.tokens / run.seconds for run in runs]
         wins = sum(
@@ -91,7 +103,7 @@ def group(
         )
         shared = sum(
             next((at for at, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
-            for x, y in zip((end.token_ids for end in runs[-1].ends), texts, strict=True)
+            for x, y in zip(runs[-1].texts, texts, strict=True)
         )
         cell = {
             "system": "ddtree", "set": name, "mode": arm[0], "tree_budget": arm[1], "temperature": temperature,
@@ -146,6 +158,9 @@ def main() -> None:
     parser.add_argument("--gaps", nargs="*", type=int, default=[], metavar="CHUNK")
     parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
     args = parser.parse_args()
+    import transformers
+    import triton
+
     began = time.perf_counter()
     config = validate(
         {

@@ -52,7 +52,7 @@ def run_cell(
     drafted = [0] * engine.models.draft_horizon
     accepted = [0] * engine.models.draft_horizon
 
-    def count(stats: RoundStats) -> None:
+    def count(stats: RoundStats, _seconds: float) -> None:
         for length, depth in zip(stats.accept_lengths, stats.draft_depths, strict=True):
             for position in range(depth):
                 drafted[position] += 1

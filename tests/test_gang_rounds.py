@@ -61,7 +61,7 @@ class Wire:
     def tell(self, message: bytes) -> None:
         assert all(rank.run(message) is None for rank in self.ranks)
 
-    def forward(self, message: bytes, answers: int) -> bytes:
+    def forward(self, message: bytes, answers: int, stall_s: float = 0.0) -> bytes:
         said = [rank.run(message) for rank in self.ranks]
         assert said[answers] is not None
         return said[answers]
