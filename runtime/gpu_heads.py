@@ -4,9 +4,9 @@ Plain references are `runtime/noise.py` and `sampling.py`; tests hold each kerne
 
 Filters (top-k, top-p, min-p) need no order of the vocabulary. Tokens are ordered by (score, -id); what a filter keeps
 is a beginning of that order, so it is known by its last token, the boundary, which bisection over the float's bits
-finds exactly. Sums over tokens are float64 of float32 exponentials. Against `sampling.py`, whose cumulative sums are
-float32, a token may be kept by one and dropped by the other only where the probability before it equals top_p, or its
-ratio to the likeliest token's equals min_p, within float32 rounding (about 1e-6): a near-tie of the filter.
+finds exactly. Sums over tokens are float64 of float32 exponentials, as in `sampling.py`, whose exponentials may differ
+in their last bits. So a token may be kept by one and dropped by the other only where the probability before it equals
+top_p, or its ratio to the likeliest token's equals min_p, within 1e-6: a near-tie of the filter, which `verify` judges.
 """
 
 from __future__ import annotations

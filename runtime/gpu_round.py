@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from runtime.gpu_heads import draft_kernel, noise_kernel
-from runtime.gpu_pass import MOST_ROWS, DevicePass, Filters, Rows, blocks_of, pow2, weight_of
+from runtime.gpu_pass import MOST_ROWS, DevicePass, Filters, Rows, weight_of
+from runtime.gpu_tiles import blocks_of, pow2
 from runtime.gpu_tree import (
     accept_kernel,
     compact_kernel,

@@ -167,7 +167,7 @@ def _candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
             break
         width = min(8 * width, vocab)
     keep = (
-        probs.cumsum(-1) - probs < sampling.top_p
+        probs.cumsum(-1, dtype=torch.float64) - probs < sampling.top_p
         if sampling.top_p < 1
         else torch.ones_like(probs, dtype=torch.bool)
     )

@@ -6,7 +6,7 @@ Two engines over the same weights take the same requests, in waves, with changin
 filters, stop tokens, stop strings and cancelled requests. A text that is not the other's is fed through the plain path:
 each of its tokens has to be the plain choice or a near-tie (`ddtree verify` has the rule). One line for each text that
 differs and for each wave; the last line is the result, exit code 1 where a token is neither or near-ties are too many.
-Without a GPU the replayed rounds run in Triton's interpreter: a dry run, with a tiny pair and few rounds.
+Without a GPU the replayed rounds run in Triton's interpreter: a dry run in float32, with a tiny pair and few rounds.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def compare(plain: Side, fast: Side, request: GenerateRequest, found: Found) -> 
     )  # fmt: skip
     prompt = request.prompt_token_ids or ()
     if temperature not in found.taus:
-        found.taus[temperature] = near_tie_gap(plain.engine, temperature, (prompt * 25)[:96])
+        known = tuple(random.Random(0).choices(range(plain.engine.loaded.limits.vocab_size), k=96))
+        found.taus[temperature] = near_tie_gap(plain.engine, temperature, known)
     tau = found.taus[temperature]
     parted = judge_tokens(plain.engine, prompt, mine.token_ids, sampling, tau)
     near = sum(margin <= tau for _, _, margin in parted)
@@ -214,6 +215,8 @@ def main() -> None:
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if not GPU and args.dtype != "float32":
+        sys.exit(f"dtype: Triton's interpreter cannot multiply {args.dtype}; use float32 without a GPU")
     began = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = False
     draws = random.Random(args.seed)
