@@ -43,7 +43,6 @@ from runtime.interface import LogLine, Runtime, Status
 if TYPE_CHECKING:
     from console.layouts_screen import LayoutsScreen
     from console.prompt_screen import PromptScreen
-    from console.snapshots_dialogs import SaveDialog
     from console.snapshots_screen import SnapshotsScreen
     from console.tree_feed import TreesArrived, Wanted
     from console.tree_screen import TreeScreen
@@ -143,10 +142,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     @property
     def prompt(self) -> PromptScreen:
         return self._screens["Prompt"]
-
-    @property
-    def snapshots(self) -> SnapshotsScreen:
-        return self._screens["Snapshots"]
 
     @property
     def trees(self) -> TreeScreen:
@@ -303,10 +298,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
         self._show(not_pushed=event.not_pushed)
 
-    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
-        self._notice(event.words)
-        self.snapshots.saved()
-
     def on_trees_arrived(self, event: TreesArrived) -> None:
         self.trees.arrived(event)
 
@@ -381,11 +372,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
                 self.run_worker(asked, name="propose", group="change", exit_on_error=False)
 
         self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
-
-    def action_save_snapshot(self) -> None:
-        from console.snapshots_dialogs import SaveDialog
-
-        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         from console.proposals import undo
