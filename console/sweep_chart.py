@@ -40,7 +40,7 @@ class SweepChart(PlotextPlot):
             self._cases = cases
             self.refresh()
         flat = [name for mode, name in FLAT.items() if any(mode == each for each, _, _ in cases)]
-        lines = f"; lines: {', '.join(flat)}" if flat else ""
+        lines = f"; line{'s' if len(flat) > 1 else ''}: {', '.join(flat)}" if flat else ""
         entitle(self, f"{self._title} by budget{lines}" if self._has_curve else self._title)
 
     @property
