@@ -152,17 +152,14 @@ class GraphRounds:
     def row_logits(self, token_ids: Seq[int], slot_start: int) -> Tensor | None:
         """Logits `[tokens, vocab]` after each of `token_ids`, one row at a time, over slots from `slot_start`.
 
-        For an idle engine; None where the device keeps them.
+        Rounds may be in flight meanwhile. None where the device keeps its scores.
         """
-        self.drain([])
         shape = PromptShape(self.device.prefills[0], True, True, False, True)
-        self.device.prepare(shape)
         rows: list[Tensor] = []
         for at, token_id in enumerate(token_ids):
             self.device.prompt(
                 shape, Chunk((at, at + 1, slot_start, 1, 0, at, 0), (token_id,), 0, (1.0, 1.0, 0.0))
             )
-            self.device.first()
             scores = self.device.scores()
             if scores is None:
                 return None
