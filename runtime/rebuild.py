@@ -331,10 +331,17 @@ def _differences(config: RuntimeConfig, wanted: RuntimeConfig, note: str) -> tup
 
 
 def collect() -> None:
-    """Gives back what an engine left in reference cycles, on a GPU to the driver too."""
+    """Gives back what an engine left in reference cycles, on a GPU to the driver too.
+
+    What a process keeps out of later collections once its engine is up is looked through as well, and kept out again.
+    """
     import torch
 
+    kept_out = gc.get_freeze_count() > 0
+    gc.unfreeze()
     gc.collect()
+    if kept_out:
+        gc.freeze()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
