@@ -102,6 +102,9 @@ class Device(Protocol):
     def first(self) -> int:
         """Waits for the token that the last chunk chose."""
 
+    def scores(self) -> Tensor | None:
+        """Scores `[vocab]` that the last filtered chunk chose from, noise apart; None where they are out of reach."""
+
 
 class RoundDevice:
     """`Device` in this process; belongs to one thread."""
@@ -181,6 +184,10 @@ class RoundDevice:
         self._first.copy_(self._round.prompt_choice, non_blocking=True)
         self._mark()()
         return int(self._first[0])
+
+    @torch.inference_mode()
+    def scores(self) -> Tensor | None:
+        return self._round.scores.clone()
 
     def _graph(self, shape: Shape | PromptShape) -> Callable[[], object]:
         """Replays a round or a prompt chunk; captured at first use, on idle rows, so that no state is touched."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from runtime.gpu_device import Chunk, Device, HostBatch, RoundResults
 from runtime.gpu_pass import MOST_ROWS
@@ -146,6 +147,24 @@ class GraphRounds:
     def drain(self, batch: Seq[Sequence]) -> Played | None:
         """The round in flight, if there is one; nothing is launched."""
         return None if self._flight is None else self._collect(self._flight, batch)
+
+    @torch.inference_mode()
+    def row_logits(self, token_ids: Seq[int], slot_start: int) -> Tensor | None:
+        """Logits `[tokens, vocab]` after each of `token_ids`, one row at a time, over slots from `slot_start`.
+
+        Rounds may be in flight meanwhile. None where the device keeps its scores.
+        """
+        shape = PromptShape(self.device.prefills[0], True, True, False, True)
+        rows: list[Tensor] = []
+        for at, token_id in enumerate(token_ids):
+            self.device.prompt(
+                shape, Chunk((at, at + 1, slot_start, 1, 0, at, 0), (token_id,), 0, (1.0, 1.0, 0.0))
+            )
+            scores = self.device.scores()
+            if scores is None:
+                return None
+            rows.append(scores)
+        return torch.stack(rows)
 
     @torch.inference_mode()
     def round_seconds(self, rows: int, repeats: int = 4) -> float:

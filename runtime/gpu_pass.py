@@ -169,7 +169,8 @@ class DevicePass:
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
         split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
         self._summed = self.floats(rows if split else 0, hidden)
-        self._stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
+        self.stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
+        """Scores of rows whose choice is filtered."""
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
@@ -234,7 +235,7 @@ class DevicePass:
         whole sequences are taken at a time, as many as there is room for their scores.
         """
         weight, vocab, tiles = weight_of(self.decoder.head), self.vocab, self.head_tiles
-        portion = total if filters is None else rows * max(1, self._stored.shape[0] // rows)
+        portion = total if filters is None else rows * max(1, self.stored.shape[0] // rows)
         for first in range(0, total, portion):
             count, b = min(portion, total - first), first // rows
             draws = noise[b * noise_rows * vocab :], temperature[b:]
@@ -243,7 +244,7 @@ class DevicePass:
             self.call(
                 choose_kernel, (tiles, -(-count // blocks["BLOCK_M"])),
                 self.scaled[first:], weight, self.squares[first * self._tiles :], *draws, at,
-                chosen if gather is None else gather, self._best if filters is None else self._stored, self._best_ids,
+                chosen if gather is None else gather, self._best if filters is None else self.stored, self._best_ids,
                 count, rows, noise_rows, vocab, weight.shape[1], self.parts, self.target.shape.eps,
                 NOISY=noisy, GATHER=gather is not None, STORED=filters is not None, TILES=self._tiles, **blocks,
             )  # fmt: skip
@@ -253,7 +254,7 @@ class DevicePass:
                 continue
             self.call(
                 filter_kernel, (count,),
-                self._stored, *draws, filters.top_k[b:], filters.top_p[b:], filters.min_p[b:], filters.size[b:],
+                self.stored, *draws, filters.top_k[b:], filters.top_p[b:], filters.min_p[b:], filters.size[b:],
                 at, out, rows, noise_rows, vocab, BLOCK=min(FILTER_BLOCK, pow2(vocab)), num_warps=16,
             )  # fmt: skip
 

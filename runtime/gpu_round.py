@@ -114,6 +114,11 @@ class GpuRound:
         """What the last round of `shape` tells the host, int32 `[batch, record]`."""
         return self._out[: shape.batch * self.record(shape)].view(shape.batch, -1)
 
+    @property
+    def scores(self) -> Tensor:
+        """Stored scores `[vocab]` of the first row that was filtered last."""
+        return self._pass.stored[0]
+
     def rest(self) -> None:
         """Makes every sequence inactive, so that rounds and chunks write scratch slots alone."""
         self.active.zero_()

@@ -8,7 +8,8 @@ rule; more than the dtype allows is a failure whatever the gaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -298,17 +299,34 @@ def _margin(logits: Tensor, sampling: Sampling, noise: Tensor | None, token: int
 
 def teacher_logits(engine: Engine, token_ids: tuple[int, ...], rows: int) -> Tensor:
     """Logits `[tokens, vocab]` (float32) after each of `token_ids`, computed `rows` at a time over free slots."""
-    cache = engine.models.cache
-    engine.scheduler.drop_prefixes()
-    extent = cache.allocate(len(token_ids))
-    if extent is None:
-        raise RuntimeError("verification needs an idle engine")
-    try:
+    with _free_slots(engine, len(token_ids)) as extent:
         return torch.cat(
             [_chunk_logits(engine, extent, token_ids, at, rows) for at in range(0, len(token_ids), rows)]
         )
+
+
+@contextmanager
+def _free_slots(engine: Engine, count: int) -> Iterator[Extent]:
+    cache = engine.models.cache
+    engine.scheduler.drop_prefixes()
+    extent = cache.allocate(count)
+    if extent is None:
+        raise RuntimeError("verification needs an idle engine")
+    try:
+        yield extent
     finally:
         cache.free(extent)
+
+
+def _single_rows(engine: Engine, token_ids: tuple[int, ...]) -> Tensor:
+    """Logits as `teacher_logits`, one row at a time and as the engine decodes: by captured rounds where it has them."""
+    graphs = engine.loaded.graphs
+    if graphs is not None:
+        with _free_slots(engine, len(token_ids)) as extent:
+            found = graphs.row_logits(token_ids, extent.start)
+        if found is not None:
+            return found
+    return teacher_logits(engine, token_ids, 1)
 
 
 def _chunk_logits(engine: Engine, extent: Extent, token_ids: tuple[int, ...], at: int, rows: int) -> Tensor:
@@ -326,14 +344,13 @@ def near_tie_gap(engine: Engine, temperature: float, token_ids: tuple[int, ...])
     """The largest score gap that counts as a near-tie (tau).
 
     float32: 1e-3 / max(T, 0.1). Other dtypes: twice the 99.9th percentile of the logit differences between the same
-    positions computed one row at a time and 32 rows at a time, divided by T.
+    positions computed one row at a time, by captured rounds where the engine has them, and 32 rows at a time on the
+    plain path, divided by T.
     """
     if engine.models.target.dtype == torch.float32:
         return 1e-3 / max(temperature, 0.1)
     sample = token_ids[:96]
-    gaps = (
-        (teacher_logits(engine, sample, 1) - teacher_logits(engine, sample, 32)).abs().flatten().sort().values
-    )
+    gaps = (_single_rows(engine, sample) - teacher_logits(engine, sample, 32)).abs().flatten().sort().values
     return 2 * float(gaps[int(0.999 * (len(gaps) - 1))]) / (temperature if temperature >= 1e-4 else 1.0)
 
 

@@ -34,6 +34,7 @@ from runtime.kv_cache import Geometry, KVCache  # noqa: E402
 from runtime.linear import PlainLinear  # noqa: E402
 from runtime.loader import Loaded, load  # noqa: E402
 from runtime.round import NodeTable  # noqa: E402
+from runtime.verify import _single_rows, teacher_logits  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -138,6 +139,11 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
     for name, engine in engines.items():
         graphs = engine.loaded.graphs
         assert graphs is None or graphs.round_seconds(5, repeats=2) > 0
+        if name == "device":
+            ids = PROMPTS[0][:3]
+            torch.testing.assert_close(
+                _single_rows(engine, ids), teacher_logits(engine, ids, 32), rtol=1e-3, atol=1e-3
+            )
         ends: dict[str, Any] = {}
 
         def sink(event: object, ends: dict[str, Any] = ends) -> None:
