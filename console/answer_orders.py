@@ -31,7 +31,9 @@ class AnswerOrders:
     def action_cancel(self) -> None:
         turn = self.prompt.conversation.open_turn
         if turn is None:
-            self._notice("nothing to cancel: no answer is being written")
+            others = any(each.state != "finished" for each in self.view.requests)
+            also = "; r on the Live screen goes to the requests of others" if others else ""
+            self._notice(f"nothing to cancel: no answer is being written here{also}")
         elif self.prompt.withdraw():
             self._notice("the waiting prompt is back in the input")
         elif turn.request_id is not None:

@@ -43,7 +43,6 @@ from runtime.interface import LogLine, Runtime, Status
 if TYPE_CHECKING:
     from console.layouts_screen import LayoutsScreen
     from console.prompt_screen import PromptScreen
-    from console.snapshots_dialogs import SaveDialog
     from console.snapshots_screen import SnapshotsScreen
     from console.tree_feed import TreesArrived, Wanted
     from console.tree_screen import TreeScreen
@@ -51,8 +50,12 @@ if TYPE_CHECKING:
 CHANGING_ACTIONS = ("temperature", "budget", "mode", "layout", "undo", "verify", "save_snapshot")
 TICK_S = 1.0
 """Between two looks at the figures; what an operator does shows at once."""
+SWITCH_S = 0.001
+"""A switch of screens and what it draws are painted together after this; a timer of Textual takes no zero."""
 NOTICE_S = 8.0
 CAPTURED_AT_ONCE = 400
+COLLECT_AFTER = (10_000, 10, 10)
+"""Objects made until the youngest are looked through, then rounds of that: a switch of screens makes thousands."""
 
 COMMANDS = "Every command by name; in an input too with ctrl+p."
 THEME = "Next colours: dark, light, high contrast, none. Remembered for the next start."
@@ -127,6 +130,8 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
 
     def _furnish(self, screen: ConsoleScreen) -> None:
         """Gives a screen what is remembered for it, or its source."""
+        # It is styled as it is put together; Textual would parse all style sheets again and style all twice more.
+        screen._css_update_count = self._css_update_count
         if screen.NAME == "Bench":
             self.furnish_bench(screen)
         elif screen.NAME == "Snapshots":
@@ -137,10 +142,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     @property
     def prompt(self) -> PromptScreen:
         return self._screens["Prompt"]
-
-    @property
-    def snapshots(self) -> SnapshotsScreen:
-        return self._screens["Snapshots"]
 
     @property
     def trees(self) -> TreeScreen:
@@ -160,7 +161,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         gc.enable()
         self.run_worker(self.bridge.run(), name="bridge", group="bridge", exit_on_error=False)
         self.run_worker(self.bridge.trees(self._wanted), name="trees", group="trees", exit_on_error=False)
-        self.run_worker(self._screens.prepare(), name="screens", group="screens")
+        # Textual has no other name for it. A program that runs for a moment, as tests do, is spared it.
+        mount = self._init_mode if self._terminal is not None else None
+        self.run_worker(self._screens.prepare(mount), name="screens", group="screens")
 
     def _wanted(self) -> Wanted | None:
         tree = self._screens.made("Tree")
@@ -214,6 +217,8 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
 
     def on_status_arrived(self, event: messages.StatusArrived) -> None:
         before = self.view.status
+        if event.status.state != "loading" and (before is None or before.state == "loading"):
+            self._loaded()
         told = before.errors if before is not None else ()
         for error in event.status.errors:
             if error not in told:
@@ -225,6 +230,13 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
             self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
+
+    def _loaded(self) -> None:
+        """Keeps what is loaded out of later collections: one through all of it stops every thread for 0.3 s."""
+        if self._terminal is not None:
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*COLLECT_AFTER)
 
     def _tell_of_others(self, before: Status, after: Status) -> None:
         """Says what others changed since the status before; a refusal that is being read stays."""
@@ -286,10 +298,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     def on_snapshots_screen_counted(self, event: SnapshotsScreen.Counted) -> None:
         self._show(not_pushed=event.not_pushed)
 
-    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
-        self._notice(event.words)
-        self.snapshots.saved()
-
     def on_trees_arrived(self, event: TreesArrived) -> None:
         self.trees.arrived(event)
 
@@ -317,6 +325,10 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         binding = self.screen.active_bindings.get(event.key)
         if isinstance(self.screen, ConsoleScreen) and binding is not None and not binding.enabled:
             self._notice(f"refused, the console is read-only: {binding.binding.description}", bad=True)
+
+    def delay_update(self, delay: float = SWITCH_S) -> None:
+        """Draws another screen at once: Textual waits 50 ms to hide how it is put together, which happens once here."""
+        super().delay_update(delay)
 
     async def action_screen_named(self, name: str) -> None:
         await self.switch_mode(name)
@@ -360,11 +372,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
                 self.run_worker(asked, name="propose", group="change", exit_on_error=False)
 
         self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
-
-    def action_save_snapshot(self) -> None:
-        from console.snapshots_dialogs import SaveDialog
-
-        self.push_screen(SaveDialog(self.snapshots.archive))
 
     def action_undo(self) -> None:
         from console.proposals import undo

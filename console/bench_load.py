@@ -63,10 +63,11 @@ class Load:
         budgets = self.tree_budgets.strip() or "in force"
         prompts = self.prompts.strip() or f"bundled, {self.prompts_per_kind} of each kind"
         each = f"{self.duration_s} s a case" if self.duration_s.strip() else "each prompt once"
+        times = f"{self.repetitions} repetition{'' if self.repetitions.strip() == '1' else 's'}"
         beside = "; beside other requests" if self.under_load.strip().lower() in ("y", "yes") else ""
         return (
             f"modes {self.modes} · budgets {budgets} · concurrency {self.concurrency} · T {self.temperatures}\n"
-            f"prompts {prompts} · {self.max_tokens} tokens · {each} · {self.repetitions} repetitions{beside}"
+            f"prompts {prompts} · {self.max_tokens} tokens · {each} · {times}{beside}"
         )
 
 

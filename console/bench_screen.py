@@ -17,11 +17,11 @@ from textual.widgets import DataTable
 from console import formats
 from console.bench_load import Load
 from console.bench_results import Bench, NotABench, against, case_key, case_name, differing, verdict
-from console.charts import SweepChart
 from console.filtering import FilterLine, wanted
 from console.formats import NA, clean_line, clock, duration, number, percent, rate
 from console.frame import ConsoleScreen, Panel, View, entitle, styled
 from console.lists import List, Row
+from console.sweep_chart import SweepChart
 from runtime.interface import Job
 
 COLUMNS = ("case", "at once", "T", "tok/s", "range", "x plain", "accept", "TTFT")
@@ -273,7 +273,7 @@ def _conditions(bench: Bench) -> str:
     """What the figures hold under, in one line."""
     known = bench.conditions
     parts = [str(known[name]) for name in ("model", "host", "device", "dtype") if known.get(name)]
-    for name, unit in (("threads", "threads"), ("prompt_count", "prompts"), ("max_tokens", "tokens")):
+    for name, unit in (("threads", "thread"), ("prompt_count", "prompt"), ("max_tokens", "token")):
         if known.get(name) is not None:
-            parts.append(f"{known[name]} {unit}")
+            parts.append(f"{known[name]} {unit}{'' if known[name] == 1 else 's'}")
     return clean_line(", ".join([*parts, str(known.get("measured_at", ""))]), 300)

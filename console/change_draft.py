@@ -134,7 +134,7 @@ NOTES: Mapping[str, str] = {
     "model": "Target: an embedded model, a GGUF file or a Hugging Face folder.",
     "drafter": "Folder in DFlash format; auto: the one shipped for the model; none: no drafter.",
     "layout": "Parallelism mode; p chooses one.",
-    "mode": "off: plain decoding; chain: one drafted path; tree: a draft tree.",
+    "mode": "off: plain decoding; chain: one drafted path; tree: a draft tree; auto: what pays at the moment.",
     "tree_budget": "Most draft nodes in a tree, root excluded; 0 is plain decoding.",
     "block_size": "Tokens in a draft block, root included; auto: as trained; 1: no speculation.",
     "temperature": "For requests that set none, admitted from then on; 0 is greedy.",

@@ -198,6 +198,9 @@ class ControlsScreen(ConsoleScreen):
         draft = Draft.between(status.config, status.last_good)
         if not draft.edits:
             self.post_message(self.Told("the configuration in force is the last good one"))
+            return
+        if self.draft.edits:
+            self.post_message(self.Told(f"in place of the edits: {', '.join(self.draft.edits)}"))
         self.edited(draft)
 
     def action_filter(self) -> None:

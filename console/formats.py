@@ -6,6 +6,8 @@ import math
 import re
 import time
 
+from rich.cells import cell_len, set_cell_size
+
 NA = "n/a"
 MAX_LINE = 400
 """Most characters of one log line that are kept."""
@@ -53,6 +55,15 @@ def clean_line(text: str, limit: int = MAX_LINE) -> str:
     """`clean_text` on one line of at most `limit` characters; a cut is marked."""
     text = clean_text(text[: limit + 1]).replace("\n", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def fitted(text: str, width: int, right: bool = False) -> str:
+    """Foreign text on exactly `width` cells; a cut is marked."""
+    line = clean_line(text, 300)
+    if cell_len(line) > width:
+        return set_cell_size(line, max(width - 1, 0)) + "…"
+    padding = " " * (width - cell_len(line))
+    return padding + line if right else line + padding
 
 
 def rate(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -248,6 +249,24 @@ class KeyFooter(Footer):
     def compose(self) -> ComposeResult:
         yield from super().compose()
         yield Static(Text.assemble(("?", "bold"), " all keys"), classes="all_keys")
+
+    async def recompose(self) -> None:
+        await super().recompose()
+        self.call_after_refresh(self._leave_out)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._leave_out)
+
+    def _leave_out(self) -> None:
+        """Hides what has no room as a whole, from the first key on whose name would be cut."""
+        if not self.children:  # they are being replaced, or the screen closes
+            return
+        *keys, all_keys = self.children
+        cut = False
+        for key, after in zip_longest(keys, keys[1:]):
+            last = after if isinstance(after, Static) else key
+            cut = cut or last.region.right > all_keys.region.x
+            key.visible = not cut
 
 
 class ConsoleScreen(Screen[None]):

@@ -204,6 +204,7 @@ def host_text(view: View, width: int, everything: bool) -> Text:
     if status is None:
         text.append("requests and slots n/a")
     else:
+        text.append("as last told: " if view.problem else "")
         text.append(f"{status.running} running · {status.waiting} waiting · KV slots ")
         text.append(f"{status.slots_used} used, {status.slots_cached} kept, of {status.slots_total}")
     text.append("\n")

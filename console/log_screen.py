@@ -44,6 +44,8 @@ class LogView(ScrollView, can_focus=True):
         self._least = 0
         self._text = ""
         self._holds = wanted("")
+        self._widest = 0
+        """Cells of the widest line shown since the filter was chosen; to count all anew at each line takes long."""
         self.follows = True
 
     def on_mount(self) -> None:
@@ -63,7 +65,9 @@ class LogView(ScrollView, can_focus=True):
         self._kept.extend(added)
         for _ in range(min(gone, len(self._shown))):
             self._shown.popleft()
-        self._shown.extend(line for line in added if self._passes(line))
+        fresh = [line for line in added if self._passes(line)]
+        self._shown.extend(fresh)
+        self._widest = _widest(fresh, self._widest)
         # Who reads further up keeps the lines before their eyes.
         self._redraw(0 if self.follows else -gone)
 
@@ -73,6 +77,7 @@ class LogView(ScrollView, can_focus=True):
         if text is not None:
             self._text, self._holds = text, wanted(text)
         self._shown = deque(filter(self._passes, self._kept), maxlen=KEEP_LINES)
+        self._widest = _widest(self._shown, 0)
         self._redraw(0)
 
     def follow(self, follows: bool) -> None:
@@ -87,8 +92,7 @@ class LogView(ScrollView, can_focus=True):
         return level_of(line) >= self._least and self._holds(f"{line.level} {line.text}")
 
     def _redraw(self, moved: int) -> None:
-        widest = max((cell_len(line.text) for line in self._shown), default=0)
-        self.virtual_size = Size(TIME_CHARS + LEVEL_CHARS + widest, len(self._shown))
+        self.virtual_size = Size(TIME_CHARS + LEVEL_CHARS + self._widest, len(self._shown))
         if self.follows:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
         elif moved:
@@ -124,6 +128,11 @@ class LogView(ScrollView, can_focus=True):
             Segment(clean_line(line.text), base + Style(bold=bool(named))),
         ]
         return Strip(segments).crop_extend(x, x + width, base)
+
+
+def _widest(lines: Iterable[LogLine], least: int) -> int:
+    """Cells of the widest of `lines`, `least` at least."""
+    return max((least, *(cell_len(line.text) for line in lines)))
 
 
 class LogScreen(ConsoleScreen):

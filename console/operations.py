@@ -1,4 +1,4 @@
-"""What the app does for Controls, Bench and the palette: collected changes, jobs, preferences. A part of ConsoleApp."""
+"""What the app does for Controls, Snapshots, Bench and the palette. A part of ConsoleApp."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from console.frame import View
     from console.log_book import LogBook
     from console.screens import Screens
+    from console.snapshots_dialogs import SaveDialog, Unsaved
+    from console.snapshots_screen import SnapshotsScreen
 
     Base = App[Any]
 else:
@@ -38,6 +40,8 @@ class Operations(Base):
     book: LogBook
     view: View
     _screens: Screens
+    _unsaved: Unsaved = ("", "")
+    """What was typed for a snapshot that was not saved."""
 
     def _show(self, **changes: Any) -> None:
         raise TypeError("the app draws")
@@ -48,6 +52,10 @@ class Operations(Base):
     @property
     def controls(self) -> ControlsScreen:
         return self._screens["Controls"]
+
+    @property
+    def snapshots(self) -> SnapshotsScreen:
+        return self._screens["Snapshots"]
 
     # Collected changes
 
@@ -92,6 +100,21 @@ class Operations(Base):
                 self.run_worker(work, name="apply", group="change", exit_on_error=False)
 
         self.push_screen(dialog, answered)
+
+    # Snapshots
+
+    def action_save_snapshot(self) -> None:
+        from console.snapshots_dialogs import SaveDialog
+
+        def left(unsaved: Unsaved | None) -> None:
+            self._unsaved = unsaved or ("", "")
+
+        self.push_screen(SaveDialog(self.snapshots.archive, self._unsaved), left)
+
+    def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
+        self._unsaved = "", ""
+        self._notice(event.words)
+        self.snapshots.saved()
 
     # Jobs
 

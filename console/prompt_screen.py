@@ -18,6 +18,7 @@ from console.compare_screen import CompareScreen
 from console.comparison import Comparison
 from console.conversation import Conversation, Turn
 from console.copying import copy, short
+from console.dialogs import ConfirmDialog
 from console.formats import clean_line, clean_text
 from console.frame import ConsoleScreen, Panel, View, styled
 from console.prompt_input import PromptInput
@@ -44,7 +45,11 @@ class PromptScreen(ConsoleScreen):
         Binding("y", "copy", "copy", show=False, tooltip="Copy the last answer."),
         Binding("w", "save", "save", show=False, tooltip="Save the conversation to a file."),
         Binding(
-            "n", "new", "new", show=False, tooltip="Begin another conversation; the present one is forgotten."
+            "n",
+            "new",
+            "new",
+            show=False,
+            tooltip="Begin another conversation; asks, the present one is forgotten.",
         ),
     ]
 
@@ -93,9 +98,17 @@ class PromptScreen(ConsoleScreen):
         self.query_one("#legend", Panel).put(Text(LEGENDS[transcript.marks]))
 
     def action_new(self) -> None:
+        turns = len(self.conversation.turns)
         if self.conversation.open_turn is not None:
             self._note("an answer is not finished; x cancels it", bad=True)
-            return
+        elif not turns:
+            self._note("the conversation is empty already")
+        else:
+            effect = f"It has {turns} answer{'' if turns == 1 else 's'}; w saves it to a file."
+            dialog = ConfirmDialog("Forget this conversation?", effect, yes="Begin another", no="Keep it")
+            self.app.push_screen(dialog, lambda yes: self._begin_anew() if yes else None)
+
+    def _begin_anew(self) -> None:
         self.conversation.clear()
         self._views.clear()
         self.query_one(Transcript).clear()

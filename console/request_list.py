@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.widgets import DataTable
 
 from console.filtering import wanted
-from console.formats import clean_line, duration, number, rate, temperature
+from console.formats import clean_line, duration, fitted, number, rate, temperature
 from console.frame import entitle
 from runtime.interface import RequestStats
 
@@ -34,6 +34,7 @@ COLUMNS = (
     ("plain because", 40),
 )
 """Heading and width, the most asked for first; left and right show the others where there is no room."""
+COLUMN = "request"
 MOST_ROWS = 200
 
 
@@ -114,8 +115,9 @@ class RequestTable(DataTable[Text]):
 
     def on_mount(self) -> None:
         self.show_cursor = False
-        for title, width in COLUMNS:
-            self.add_column(Text(title), width=width, key=title)
+        head = _line(tuple(title for title, _ in COLUMNS))
+        # One cell a row: every cell is drawn anew when a figure of its row changes, also those out of sight.
+        self.add_column(Text(head), width=len(head), key=COLUMN)
 
     def put(self, requests: Sequence[RequestStats]) -> None:
         """Shows `requests`, running ones first."""
@@ -137,9 +139,8 @@ class RequestTable(DataTable[Text]):
         )
         if [row.key for row in rows] == [row.key for row in self._shown]:
             for before, row in zip(self._shown, rows, strict=True):
-                for (name, _), old, cell in zip(COLUMNS, before.cells, row.cells, strict=True):
-                    if old != cell or before.active != row.active:
-                        self.update_cell(row.key, name, _text(cell, row.active))
+                if before != row:
+                    self.update_cell(row.key, COLUMN, _text(row))
         else:
             self._fill(rows)
         self._shown = rows
@@ -149,7 +150,7 @@ class RequestTable(DataTable[Text]):
         x, y = self.scroll_offset
         self.clear()
         for row in rows:
-            self.add_row(*(_text(cell, row.active) for cell in row.cells), key=row.key)
+            self.add_row(_text(row), key=row.key)
         place = next((i for i, row in enumerate(rows) if chosen is not None and row.key == chosen.key), None)
         if place is not None:
             self.move_cursor(row=place, scroll=self.has_focus)
@@ -193,5 +194,10 @@ class RequestTable(DataTable[Text]):
         self.show_cursor = False
 
 
-def _text(cell: str, active: bool) -> Text:
-    return Text(cell, style="" if active else "dim", no_wrap=True)
+def _text(row: Row) -> Text:
+    return Text(_line(row.cells), style="" if row.active else "dim", no_wrap=True)
+
+
+def _line(cells: Sequence[str]) -> str:
+    """The cells of a row, or their headings, under each other."""
+    return "  ".join(fitted(cell, width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))

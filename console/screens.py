@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +54,16 @@ class Screens(Mapping[str, Any]):
         """The screen if it has been asked for."""
         return self._made.get(name)
 
-    async def prepare(self) -> None:
-        """Imports in a thread what has not been, then makes every screen; keys are answered meanwhile."""
+    async def prepare(self, mount: Callable[[str], Awaitable[object]] | None) -> None:
+        """Imports in a thread what has not been, then makes every screen; keys are answered meanwhile.
+
+        `mount`: puts a screen together out of sight; None: that is left to the first key that shows it.
+        """
         for name in SCREENS:
             await asyncio.to_thread(_module, name)
             self.get(name)
+            if mount is not None:
+                await mount(name)
         for name in BESIDE:
             await asyncio.to_thread(import_module, f"console.{name}")
 

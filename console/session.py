@@ -18,6 +18,8 @@ from console.terminal import Deadline, Terminal
 from runtime.interface import Runtime
 
 EXIT_CODES = {Ending.INTERRUPTED: 130}
+SWITCH_S = 0.0005
+"""Longest that drawing keeps the engine's thread from going on, once that asks for the interpreter; 5 ms by default."""
 
 
 class Service(Protocol):
@@ -54,6 +56,7 @@ def run_console(
 
         # An engine may have to start processes while Textual holds stderr, when this cannot be started any more.
         resource_tracker.ensure_running()
+        sys.setswitchinterval(SWITCH_S)
     place = Place(attached_to, service.url if service else None)
     with Terminal() as terminal:
         app = ConsoleApp(

@@ -17,6 +17,7 @@ from console.archive import Archive, explain
 from console.dialogs import ScrollDialog
 from console.formats import clean_text
 from console.frame import styled
+from console.messages import Told
 
 Choice = Literal["all", "settings"]
 
@@ -24,20 +25,31 @@ Choice = Literal["all", "settings"]
 class NoteArea(TextArea):
     """A note of any number of lines; Tab leaves it."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: str) -> None:
         super().__init__(
-            id="note", tab_behavior="focus", highlight_cursor_line=False, placeholder="What works, and why."
+            note,
+            id="note",
+            tab_behavior="focus",
+            highlight_cursor_line=False,
+            placeholder="What works, and why.",
         )
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.text = clean_text(event.text)
 
 
-class SaveDialog(ModalScreen[None]):
-    """Asks for a label and a note and saves; it stays open with the reason if that is refused."""
+Unsaved = tuple[str, str]
+"""Label and note that were typed and not saved."""
+
+
+class SaveDialog(ModalScreen[Unsaved]):
+    """Asks for a label and a note and saves; it stays open with the reason if that is refused.
+
+    What was typed is given back when it is left, so that the next one can begin with it.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,ctrl+c", "leave", "Leave", tooltip="Leave without saving."),
+        Binding("escape,ctrl+c", "leave", "Leave", tooltip="Leave without saving; the text is kept."),
         Binding("ctrl+s", "save", "Save", priority=True, tooltip="Save."),
     ]
 
@@ -48,15 +60,17 @@ class SaveDialog(ModalScreen[None]):
             super().__init__()
             self.words = words
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: Archive, unsaved: Unsaved = ("", "")) -> None:
         super().__init__()
         self._archive = archive
+        self._unsaved = unsaved
 
     def compose(self) -> ComposeResult:
+        label, note = self._unsaved
         yield Vertical(
             Static("Save a snapshot of what runs", classes="title", markup=False),
-            Input(placeholder="label, one line (Enter saves)", max_length=120, id="label"),
-            NoteArea(),
+            Input(label, placeholder="label, one line (Enter saves)", max_length=120, id="label"),
+            NoteArea(note),
             Static("", id="wrong", markup=False),
             Static("Tab to the note · ctrl+s saves · Esc leaves", classes="hint", markup=False),
             Horizontal(
@@ -67,25 +81,34 @@ class SaveDialog(ModalScreen[None]):
             classes="dialog",
         )
 
+    @property
+    def _typed(self) -> Unsaved:
+        return self.query_one("#label", Input).value, self.query_one(NoteArea).text
+
     def action_leave(self) -> None:
-        self.dismiss(None)
+        self.dismiss(self._typed)
 
     def action_save(self) -> None:
         if self._archive.is_acting:
             self._say("another save, rollback or measurement runs; wait for it")
             return
         self._say("saving")
-        self.run_worker(self._save(), name="save", group="save", exclusive=True, exit_on_error=False)
+        # The app's worker: to leave the dialog does not end a save that has begun.
+        self.app.run_worker(self._save(*self._typed), name="save", group="save", exit_on_error=False)
 
-    async def _save(self) -> None:
-        label = self.query_one("#label", Input).value.strip()
+    async def _save(self, label: str, note: str) -> None:
+        label = label.strip()
         try:
-            entry = await self._archive.save(label, self.query_one(NoteArea).text)
+            entry = await self._archive.save(label, note)
         except Exception as error:
-            self._say(explain(error), bad=True)
+            if self.is_attached:
+                self._say(explain(error), bad=True)
+            else:
+                self.app.post_message(Told(f"not saved: {explain(error)}", bad=True))
             return
         self.app.post_message(self.Saved(f"saved {entry.id} {label}".strip()))
-        self.dismiss(None)
+        if self.is_current:
+            self.dismiss(("", ""))
 
     def _say(self, words: str, bad: bool = False) -> None:
         self.query_one("#wrong", Static).update(styled(words, "bad" if bad else ""))
@@ -97,7 +120,7 @@ class SaveDialog(ModalScreen[None]):
         if event.button.id == "yes":
             self.action_save()
         else:
-            self.dismiss(None)
+            self.action_leave()
 
 
 class PageDialog(ScrollDialog[None]):

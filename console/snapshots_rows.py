@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from console.archive import Here
-from console.formats import NA, clean_line, clean_text, number, rate
+from console.formats import NA, clean_line, clean_text, fitted, number, rate
 
 if TYPE_CHECKING:
     from snapshots.diff import SnapshotDiff
@@ -95,15 +94,6 @@ def row_text(entry: Entry, cells: str, marked: bool, here: Here, width: int, gra
     mark = host_mark(entry, here)
     text.append(mark, "fair" if mark == "other" else "dim" if mark == NA else "")
     return text
-
-
-def fitted(text: str, width: int, right: bool = False) -> str:
-    """Foreign text on exactly `width` cells; a cut is marked."""
-    line = clean_line(text, 300)
-    if cell_len(line) > width:
-        return set_cell_size(line, max(width - 1, 0)) + "…"
-    padding = " " * (width - cell_len(line))
-    return padding + line if right else line + padding
 
 
 def details_text(entry: Entry, here: Here) -> Text:

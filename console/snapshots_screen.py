@@ -93,7 +93,7 @@ class SnapshotsScreen(ConsoleScreen):
             Panel(classes="bar line", id="store_line"),
             Panel(classes="bar line", id="columns"),
             SnapshotList(),
-            Panel(classes="panel", id="details"),
+            Panel("snapshot", id="details"),
             Panel(classes="bar", id="verdict"),
             words,
         ]
@@ -104,9 +104,8 @@ class SnapshotsScreen(ConsoleScreen):
         self.query_one(SnapshotList).focus()
 
     def on_screen_resume(self) -> None:
-        if not self.is_attached or not self.composed:
-            return
-        self.action_reload()
+        if self.is_current and self.composed:
+            self.action_reload()
 
     def show(self, view: View) -> None:
         self._in_flight = view.status.running if view.status is not None else 0

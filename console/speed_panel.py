@@ -23,7 +23,7 @@ def speed_text(view: View) -> Text:
     figures, status = view.figures, view.status
     loading = status is None or status.state == "loading"
     running = status is not None and status.running > 0
-    now = NA if loading else "prefill" if running else "idle"
+    now = NA if loading or view.problem else "prefill" if running else "idle"
     text = Text()
     _row(text, "decode tok/s", now if figures.idle else rate(figures.tok_s), rate(figures.tok_s_mean))
     text.append(f" {rate(figures.tok_s_peak):>7} peak\n")
@@ -40,6 +40,8 @@ def speed_text(view: View) -> Text:
     words = verdict(figures, baseline, view.description.speculation if view.description else None)
     if loading:
         words = "nothing can be decoded yet"
+    elif view.problem and figures.idle:
+        words = "n/a: the runtime does not tell whether it decodes"
     text.append(clean_line(words), verdict_style(words))
     if status is not None and status.auto is not None:
         text.append(f"\nauto plays {clean_line(status.auto)}")
@@ -67,9 +69,8 @@ def _row(text: Text, name: str, now: str, mean: str) -> None:
 def _baseline_text(plain: Baseline | None, chain: Baseline | None) -> Text:
     if plain is None:
         return Text.assemble((f"{NA}: not measured yet", "dim"))
-    text = Text(f"{rate(plain.tok_s)} tok/s")
+    text = Text(f"{rate(plain.tok_s)} tok/s, chain {NA if chain is None else rate(chain.tok_s)}")
     text.append(f" ({clean_line(plain.conditions)}, {age(plain.measured_at_s, time.time())})", "dim")
-    text.append(f" · chain {rate(chain.tok_s) + ' tok/s' if chain is not None else NA}")
     return text
 
 

@@ -13,6 +13,7 @@ ALARM_ROUNDS = 20
 ALARM_ACCEPT_LENGTH = 1.15
 """Mean tokens per verify step at which drafting is as good as useless; 1 is plain decoding."""
 HOT = 1.0
+STEP_OFF = "m steps on to mode off"
 
 
 def measured(baselines: Sequence[Baseline], mode: Mode) -> Baseline | None:
@@ -43,7 +44,8 @@ def verdict(figures: Figures, baseline: Baseline | None, speculation: str | None
         return f"auto decodes at {ratio:.2f}x the plain baseline"
     if ratio > 0.98:
         return f"speculation makes no difference: {ratio:.2f}x plain"
-    return f"speculation loses: {ratio:.2f}x plain; m turns it off, [ lowers the budget"
+    lower = ", [ lowers the budget" if figures.setting.mode == "tree" else ""
+    return f"speculation loses: {ratio:.2f}x plain; {STEP_OFF}{lower}"
 
 
 def alarm(figures: Figures, config: Mapping[str, Any]) -> str | None:
@@ -59,8 +61,8 @@ def alarm(figures: Figures, config: Mapping[str, Any]) -> str | None:
     said = f"ALARM: almost no draft is accepted ({accept:.2f} tokens per step over {figures.rounds} rounds)"
     temperature = config.get("temperature")
     if isinstance(temperature, int | float) and temperature >= HOT:
-        return f"{said}; likely because T is {temperature:g}: t lowers it, m turns speculation off"
+        return f"{said}; likely because T is {temperature:g}: t lowers it, {STEP_OFF}"
     return (
         f"{said}; likely the drafter was not trained for this target, or not for text of this kind or length: "
-        "m turns speculation off, `ddtree tune` compares all settings"
+        f"{STEP_OFF}, `ddtree tune` compares all settings"
     )

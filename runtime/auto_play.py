@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 from runtime.auto import CHAIN, PLAIN, Auto, Observed, Outcome
 from runtime.config import RuntimeConfig
@@ -16,6 +17,9 @@ BUDGETS = (4, 7, 11, 15, 23, 31, 63)
 """Trees of 5 to 64 rows, root included: matrix libraries work in blocks of 8 or 16 rows."""
 LEARNT_FROM = 4
 """Sequences of a round whose trees are looked at: reading a tree costs the host time that the round waits for."""
+EVERY = 8
+"""Of the rounds of a GPU, which take less than a millisecond and wait for a host that takes longer, one of so many is
+learnt from, and those that try another setting; a setting that is tried more rarely also interrupts them less often."""
 logger = logging.getLogger("ddtree")
 
 
@@ -29,6 +33,7 @@ class AutoPlay:
         self._auto = Auto((each for each in BUDGETS if each <= most), horizon, _accepts(loaded))
         self._arm: Arm = self._auto.arm
         self._round = 0
+        self._every = 1 if loaded.graphs is None else EVERY
 
     @property
     def told(self) -> str:
@@ -54,16 +59,25 @@ class AutoPlay:
         if self._auto.arm != before:
             logger.info("auto: %s", self._auto.reason)
 
-    def learn(self, result: RoundResult) -> None:
-        """Takes in a round in which every sequence followed auto; a mixed one tells nothing clear."""
-        draft, tree, verify, accept, commit = result.stage_s
+    def learn(self, result: RoundResult, played: Seq[Speculation]) -> None:
+        """Takes in a round in which every sequence followed auto; a mixed one tells nothing clear.
+
+        `played`: how each drafted, which is not what was chosen last where rounds are launched ahead.
+        """
+        arms = {Arm(how.mode, how.tree_budget if how.mode == "tree" else 0) for how in played}
         self._round += 1
+        if len(arms) != 1:
+            return
+        arm = arms.pop()
+        if self._round % self._every and arm == self._auto.arm:
+            return
+        draft, tree, verify, accept, commit = result.stage_s
         # In turn, so that over some rounds every sequence is looked at; the last rounds of a text draft less.
         batch = len(result.sequences)
         turned = [result.sequences[(at + self._round) % batch] for at in range(batch)]
         outcomes = [Outcome(each.nodes, each.path) for each in turned if len(each.nodes) > 1][:LEARNT_FROM]
         other_s = draft + tree + accept + commit
-        seen = Observed(self._arm, batch, result.nodes, verify, other_s, outcomes)
+        seen = Observed(arm, batch, result.nodes, verify, other_s, outcomes)
         self._auto.saw(seen)
 
 

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -31,6 +32,8 @@ from runtime.samples import MEASURING
 
 CANDIDATE_BUDGETS = (4, 7, 11, 15, 23, 31)
 """Trees of 5, 8, 12, 16, 24, 32 rows, root included: matrix libraries work in blocks of 8 or 16 rows."""
+CAPTURED_BUDGETS = (7, 15, 31, 63)
+"""Trees that fill the rows of a captured round; one between costs as much as the next larger."""
 FALLBACK_BUDGET = 11
 """Used where the drafter brings no measured accept lengths."""
 CONTEXT_ROWS = 128
@@ -85,21 +88,27 @@ def interpolate(points: Mapping[int, float], at: int) -> float:
 def verify_seconds(loaded: Loaded, rows: Sequence[int]) -> dict[int, float] | None:
     """Least seconds of one target forward with logits over `rows` new rows behind a short prefix, on idle slots.
 
-    None where the slots are too few.
+    Where rounds are captured, of a whole captured round, draft included. None where the slots are too few.
     """
-    target, cache = loaded.models.target, loaded.models.cache
+    target, cache, graphs = loaded.models.target, loaded.models.cache, loaded.graphs
+    if graphs is not None:
+        return _least({count: partial(graphs.round_seconds, count) for count in rows})
     extent = cache.allocate(CONTEXT_ROWS + max(rows))
     if extent is None:
         return None
     try:
-        once = {count: _forward_of(target, cache, extent.start, count) for count in rows}
-        for forward in once.values():
-            forward()
-        # Interleaved, so that a busy moment of the host falls on all sizes and not on one of them.
-        seconds = [{count: forward() for count, forward in once.items()} for _ in range(REPEATS)]
+        return _least({count: _forward_of(target, cache, extent.start, count) for count in rows})
     finally:
         cache.free(extent)
-    return no_less_for_more_rows({count: min(each[count] for each in seconds) for count in rows})
+
+
+def _least(once: Mapping[int, Callable[[], float]]) -> dict[int, float]:
+    """The least time of each size, some repeats after a first one."""
+    for play in once.values():
+        play()
+    # Interleaved, so that a busy moment of the host falls on all sizes and not on one of them.
+    seconds = [{count: play() for count, play in once.items()} for _ in range(REPEATS)]
+    return no_less_for_more_rows({count: min(each[count] for each in seconds) for count in once})
 
 
 def no_less_for_more_rows(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -125,10 +134,12 @@ def _forward_of(target, cache, start: int, rows: int) -> Callable[[], float]:  #
 def choose_budget(loaded: Loaded, draft_seconds: float) -> Calibration:
     """The candidate budget of highest predicted tok/s at concurrency 1.
 
-    `draft_seconds` is what drafting and tree building take; a round yields the drafter's measured accept length.
+    `draft_seconds` is what drafting and tree building take where that is not part of the times of `verify_seconds`; a
+    round yields the drafter's measured accept length.
     """
     accepts = measured_accept_lengths(loaded)
-    allowed = [budget for budget in CANDIDATE_BUDGETS if budget <= loaded.limits.max_tree_budget]
+    candidates = CANDIDATE_BUDGETS if loaded.graphs is None else CAPTURED_BUDGETS
+    allowed = [budget for budget in candidates if budget <= loaded.limits.max_tree_budget]
     verify = verify_seconds(loaded, [1, *(budget + 1 for budget in allowed)])
     if not accepts or not allowed or verify is None:
         budget = min(FALLBACK_BUDGET, loaded.limits.max_tree_budget)
@@ -167,6 +178,8 @@ def calibrate(engine: Engine) -> Calibration:
     loaded = engine.loaded
     if loaded.no_drafter_reason is not None:
         return Calibration(0, {}, f"plain decoding: {loaded.no_drafter_reason}")
+    if loaded.graphs is not None:
+        return choose_budget(loaded, 0.0)
     stages: list[tuple[float, ...]] = []
     _run(engine, "tree", FALLBACK_BUDGET, 12, stages)
     timed = stages[1:] or stages

@@ -193,20 +193,29 @@ def builds_ahead(config: RuntimeConfig, wanted: RuntimeConfig, engine: Engine | 
 
 def _holds_another() -> bool:
     """Whether enough memory is free for as much again as this process and its children take."""
-    try:
-        psutil = importlib.import_module("psutil")
-    except ImportError:
+    free = available_memory()
+    if free is None:
         return False
+    psutil = importlib.import_module("psutil")
     me = psutil.Process()
     taken = 0
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             taken += process.memory_info().rss
-    free = psutil.virtual_memory().available
+    return free > SPARE * taken
+
+
+def available_memory() -> int | None:
+    """Bytes that the host, or the container this runs in, can still give; None where nothing tells."""
+    try:
+        psutil = importlib.import_module("psutil")
+    except ImportError:
+        return None
+    free = int(psutil.virtual_memory().available)
     for limit, used in CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or no limit
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return bool(free > SPARE * taken)
+    return free
 
 
 def outage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,6 +46,9 @@ def status_lines(
         f"of {status.config.get('max_concurrency', 'n/a')} at once"
     )
     yield clip(f"KV slots     {status.slots_used} used  {status.slots_cached} kept  of {status.slots_total}")
+    if description is not None and description.memory is not None:
+        lines = textwrap.wrap(description.memory, WIDTH - 13)
+        yield from (clip(f"{'' if at else 'memory':<13}{line}") for at, line in enumerate(lines))
     if status.auto is not None:
         yield clip(f"auto         {status.auto}")
     for each in status.baselines:

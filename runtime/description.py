@@ -54,6 +54,7 @@ def describe(config: RuntimeConfig, loaded: Loaded | None) -> Description:
             "linear": loaded.linear
             + (f"; {loaded.rounds}" if loaded.models.target.device.type == "cuda" else ""),
             "layout": loaded.layout,
+            "memory": loaded.memory.words if loaded.memory else None,
             "speculation": "ready" if reason is None else f"inactive: {reason}",
         }
     )

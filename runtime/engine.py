@@ -11,17 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from runtime.admission import admit, readmit
 from runtime.auto_play import AutoPlay
 from runtime.config import RuntimeConfig
 from runtime.interface import (
     FinishReason,
-    GenerateEvent,
     GenerateRequest,
     RequestAdmitted,
-    RequestFinished,
     RequestRejected,
     RequestStats,
     RoundStats,
@@ -33,28 +31,13 @@ from runtime.loader import Loaded
 from runtime.output import TextStream
 from runtime.prefill import hand_over, prefill
 from runtime.round import Models, Played, RoundResult, decode_round
+from runtime.running import Running, Sink, end, figures
 from runtime.samples import MEASURING
 from runtime.scheduler import Scheduler, Ticket
 from runtime.sequence import OutputToken, Sequence, Speculation
 from runtime.traces import EndedTraces, RequestTraces, TracedRound, tree_traces
 
-Sink = Callable[[GenerateEvent], None]
 logger = logging.getLogger("ddtree")
-
-
-@dataclass(eq=False)
-class Running:
-    """What the engine keeps of a request beside its ticket."""
-
-    ticket: Ticket
-    sink: Sink
-    traces: RequestTraces = field(default_factory=RequestTraces)
-    accepts: Counter[int] = field(default_factory=Counter)
-    """Decode rounds by accept length."""
-    drafted: Counter[Speculation] = field(default_factory=Counter)
-    """Decode rounds by how it drafted."""
-    continued: str | None = None
-    """Under what it goes on since it came from another engine, in words."""
 
 
 class Engine:
@@ -187,7 +170,7 @@ class Engine:
         result = played.result
         self.rounds += 1
         if following == len(batch) == len(played.sequences):
-            self.auto.learn(result)
+            self.auto.learn(result, played.speculation)
         owners = {id(_sequence(running.ticket)): running for running in batch}
         emitted: list[int] = []
         for sequence, outcome, how in zip(
@@ -368,41 +351,8 @@ class Engine:
 
     def stats(self, running: Running, reason: FinishReason | None = None) -> RequestStats:
         """Figures of a request; `reason`: why it ended, if it did."""
-        ticket, sequence = running.ticket, running.ticket.progress
-        request, sampling = ticket.request, ticket.admitted.sampling
-        how = self.speculation(request.mode, request.tree_budget)
-        outputs = sequence.num_outputs if sequence else 0
-        rounds = sequence.rounds if sequence else 0
-        decode_s = _span(ticket.first_token_at, ticket.last_token_at)
-        state = "queued" if sequence is None else "decoding" if sequence.prefilled else "prefill"
-        return RequestStats(
-            request_id=ticket.request_id,
-            client=request.client,
-            workload=request.workload,
-            state="finished" if reason else state,  # type: ignore[arg-type]
-            finish_reason=reason,
-            mode=how.mode,
-            tree_budget=how.tree_budget,
-            temperature=sampling.temperature,
-            prompt_tokens=len(ticket.admitted.prompt),
-            cached_tokens=sequence.cached_len if sequence else 0,
-            output_tokens=outputs,
-            rounds=rounds,
-            num_correct_drafts=sequence.num_correct_drafts if sequence else 0,
-            accept_length=(outputs - 1) / rounds if rounds else None,
-            accept_counts=tuple(
-                running.accepts[length] for length in range(max(running.accepts, default=-1) + 1)
-            ),
-            age_s=time.perf_counter() - ticket.submitted_at,
-            last_token_age_s=None if reason else _span(ticket.last_token_at, time.perf_counter()),
-            queue_s=_span(ticket.submitted_at, ticket.started_at),
-            ttft_s=_span(ticket.submitted_at, ticket.first_token_at),
-            decode_s=decode_s,
-            tok_s=(outputs - 1) / decode_s if decode_s else None,
-            finished_at_s=time.time() if reason else None,
-            plain_reason=how.reason,
-            continued=running.continued,
-        )
+        request = running.ticket.request
+        return figures(running, self.speculation(request.mode, request.tree_budget), reason)
 
     def _round_stats(
         self, result: RoundResult, emitted: list[int], speculation: Iterable[Speculation], auto: bool
@@ -431,30 +381,6 @@ class Engine:
         )
 
 
-def end(running: Running, stats: RequestStats, error: str | None) -> None:
-    """Gives a request its last events: the text still held back, then how it ended, `stats` saying why."""
-    ticket, sequence = running.ticket, running.ticket.progress
-    pieces, tail = ticket.stream.finish()
-    if pieces:
-        running.sink(TokensEmitted(request_id=ticket.request_id, pieces=tuple(pieces)))
-    assert stats.finish_reason is not None
-    running.sink(
-        RequestFinished(
-            request_id=ticket.request_id,
-            reason=stats.finish_reason,
-            text=ticket.stream.text,
-            token_ids=tuple(sequence.token_ids[sequence.prompt_len :]) if sequence else (),
-            stats=stats,
-            tail=tail,
-            error=error,
-        )
-    )
-
-
 def _sequence(ticket: Ticket) -> Sequence:
     assert ticket.sequence is not None
     return ticket.sequence
-
-
-def _span(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start

@@ -37,6 +37,18 @@ def fusable(architecture: str, config: Any) -> bool:
     )
 
 
+def head_dim_of(config: Any) -> int:
+    """Size of a head of a target (a transformers configuration)."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer of a target, None = full attention."""
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 @dataclass(frozen=True)
 class StackShape:
     """Dimensions of a stack; `windows` has the sliding window of each layer, None = full attention.
@@ -166,15 +178,12 @@ class FusedDecoder:
         factory: LinearFactory,
         taps: tuple[int, ...],
     ) -> None:
-        heads = int(config.num_attention_heads)
-        types = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
-        window = getattr(config, "sliding_window", None)
         shape = StackShape(
-            heads=heads,
+            heads=int(config.num_attention_heads),
             kv_heads=int(config.num_key_value_heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            head_dim=head_dim_of(config),
             eps=float(config.rms_norm_eps),
-            windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+            windows=windows_of(config),
             frequencies=rotary[0],
             rope_scale=rotary[1],
         )

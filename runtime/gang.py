@@ -47,6 +47,21 @@ SETTLE_S = 0.25
 
 
 @dataclass(frozen=True)
+class RoundsSpec:
+    """What a rank needs beside the target's weights to play whole rounds; as in `gpu_round.GpuRound` and `Models`."""
+
+    drafter: str | None
+    block_size: int
+    draft_noise: bool
+    vocab_size: int
+    max_batch: int
+    positions: int
+    scratch: int
+    """Slots beyond the allocator's."""
+    chunk: int
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """What a rank is to be. `folder` holds the rendezvous file and the ranks' output."""
 
@@ -62,6 +77,8 @@ class RankSpec:
     threads: int
     variables: tuple[tuple[str, str], ...] = ()
     """Set in its environment before anything heavy is imported there."""
+    rounds: RoundsSpec | None = None
+    """Set where ranks play whole rounds; None: they only run the forward passes they are sent."""
 
 
 def _rank(spec: RankSpec, pipe: connection.Connection) -> None:
@@ -146,13 +163,23 @@ class Gang:
         if self.lost is not None:
             on_lost(self.lost)
 
-    def forward(self, message: bytes, answers: int) -> bytes:
-        """Sends `message` to all ranks; returns what rank `answers` sends back. Raises EngineLost."""
+    def forward(self, message: bytes, answers: int, stall_s: float = STALL_S) -> bytes:
+        """Sends `message` to all ranks; returns what rank `answers` sends back. Raises EngineLost.
+
+        `stall_s`: longer where a rank may wait for a compiler, which is another process.
+        """
         with self._lock:
             if self.lost is not None or self._closing.is_set():
                 raise EngineLost(self.lost or "the ranks were ended")
             self._send(message)
-            return self._collect([answers], b"A", STALL_S, STEP_S)[answers]
+            return self._collect([answers], b"A", stall_s, STEP_S)[answers]
+
+    def tell(self, message: bytes) -> None:
+        """Sends `message`, which is not answered, to all ranks. Raises EngineLost."""
+        with self._lock:
+            if self.lost is not None or self._closing.is_set():
+                raise EngineLost(self.lost or "the ranks were ended")
+            self._send(message)
 
     def close(self) -> None:
         """Ends all ranks; returns when they are gone, and their files with them."""
@@ -307,7 +334,7 @@ class _Patience:
         self._pids, self._stall_s, self._limit_s = pids, stall_s, limit_s
         self._used = self._processor_s()
         self._at = time.monotonic()
-        self._idle_s = 0.0
+        self._idle_s = self._stopped_s = 0.0
         self.waited_s = 0.0
 
     def over(self) -> bool:
@@ -317,18 +344,22 @@ class _Patience:
         passed = min(now - self._at, 2 * SLICE_S)
         self._at = now
         self.waited_s += passed
-        used, wants = self._processor_s(), self._wants_processor()
+        used, states = self._processor_s(), self._states()
+        # A rank could go on if other processes left it a processor, or waits for a disk.
+        wants = bool(states & set("RD"))
         self._idle_s = self._idle_s + passed if used == self._used and not wants else 0.0
+        # Its peer spins in a collective on a GPU, and is never idle.
+        self._stopped_s = self._stopped_s + passed if states & set("Tt") else 0.0
         self._used = used
-        return self._idle_s >= self._stall_s or self.waited_s >= self._limit_s
+        return max(self._idle_s, self._stopped_s) >= self._stall_s or self.waited_s >= self._limit_s
 
-    def _wants_processor(self) -> bool:
-        """Whether a rank could go on if other processes left it a processor, or waits for a disk."""
+    def _states(self) -> set[str]:
+        """States of all ranks as `proc(5)` letters them."""
+        states = set()
         for pid in self._pids:
             with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "RD":
-                    return True
-        return False
+                states.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+        return states
 
     def _processor_s(self) -> float | None:
         """Processor time of all ranks so far, as far as the system tells."""

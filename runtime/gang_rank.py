@@ -12,7 +12,7 @@ import sys
 import zlib
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # The process that ranks are forked from must not initialise CUDA: no fork could use it then.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -33,6 +33,9 @@ from runtime.models import SUPPORTED_ARCHITECTURES, CheckpointError, open_checkp
 from runtime.native_layouts import RANKS, split_plan, splits_attention, stage_layers
 from runtime.target import hf_config
 
+if TYPE_CHECKING:
+    from runtime.gang_shard import Shard
+
 _CLASSES = {name: getattr(transformers, name) for name in SUPPORTED_ARCHITECTURES}
 """Imported once, before ranks are forked."""
 BACKSTOP = timedelta(minutes=30)
@@ -43,7 +46,7 @@ def rank_main(spec: RankSpec, pipe: connection.Connection) -> None:
     """What a rank does from when it has imported this module to its end."""
     torch.set_num_threads(spec.threads)
     try:
-        stage = Stage(spec)
+        stage = _stage(spec)
         pipe.send_bytes(READY + f"{stage.held} {stage.whole}".encode())
         _serve(stage, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -58,7 +61,29 @@ def rank_main(spec: RankSpec, pipe: connection.Connection) -> None:
         os._exit(1)
 
 
-def _serve(stage: Stage, pipe: connection.Connection) -> None:
+def _stage(spec: RankSpec) -> Stage | Shard:
+    """This rank's share of the target, after it has met its peers."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(spec.rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{spec.folder}/rendezvous",
+        rank=spec.rank,
+        world_size=RANKS,
+        timeout=BACKSTOP,
+        # On a GPU ranks meet now, while they load, and not in their first pass, whose deadline is short.
+        device_id=device if device.type == "cuda" else None,
+    )
+    if spec.rounds is None:
+        return Stage(spec)
+    from runtime.gang_shard import Shard  # Triton is not on every machine
+
+    return Shard(spec, open_checkpoint(spec.model), device)
+
+
+def _serve(stage: Stage | Shard, pipe: connection.Connection) -> None:
     while True:
         message = pipe.recv_bytes()
         if int.from_bytes(message[:8], sys.byteorder) == PING:
@@ -81,16 +106,6 @@ class Stage:
         self.device = torch.device(spec.device)
         self.dtype = getattr(torch, spec.dtype)
         self.taps = spec.taps
-        if self.device.type == "cuda":
-            os.environ["LOCAL_RANK"] = str(spec.rank)
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"file://{spec.folder}/rendezvous",
-            rank=spec.rank,
-            world_size=RANKS,
-            timeout=BACKSTOP,
-        )
         checkpoint = open_checkpoint(spec.model)
         fields = checkpoint.config
         architecture, config = hf_config(checkpoint)

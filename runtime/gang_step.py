@@ -104,8 +104,14 @@ def unpack(message: bytes, device: torch.device) -> PackedStep:
 def step_of(packed: PackedStep, pool: Pool) -> Step:
     """Makes the moves of `packed` in `pool` and returns its pass over it."""
     for move in packed.moves:
-        pool.copy(torch.tensor(move.sources, device=pool.device), move.start, len(move.sources))
+        make_move(move, [pool])
     return Step.of(pool, packed.segments)
+
+
+def make_move(move: Move, pools: Seq[Pool]) -> None:
+    """Copies the slots of `move` in `pools`."""
+    for pool in pools:
+        pool.copy(torch.tensor(move.sources, device=pool.device), move.start, len(move.sources))
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layouts.arguments import ChildEnvironment
 from runtime.attention import Step
-from runtime.gang import Gang, RankSpec, new_folder
+from runtime.gang import Gang, RankSpec, RoundsSpec, new_folder
 from runtime.gang_step import RemotePool, from_bytes, pack
 from runtime.linear import Linear, LinearFactory
 from runtime.models import Checkpoint
 from runtime.native_layouts import RANKS, label
 from runtime.target import TargetModel, hf_config
+
+if TYPE_CHECKING:
+    from runtime.gang_rounds import GangDevice
 
 
 class GangDecoder:
@@ -56,10 +60,12 @@ class GangTarget(TargetModel):
         threads: int,
         tick: Callable[[], object],
         variables: ChildEnvironment | None = None,
+        rounds: RoundsSpec | None = None,
     ) -> None:
         """Starts the ranks of `layout`, each with `slots` KV slots; `tick` is called meanwhile and may raise.
 
-        `variables` are set in the ranks alone. Raises EngineLost: a rank did not come up.
+        `variables` are set in the ranks alone; with `rounds` they play whole rounds (`tp2`, dense targets). Raises
+        EngineLost: a rank did not come up.
         """
         self.device, self.dtype = device, dtype
         _, self.config = hf_config(checkpoint)
@@ -87,6 +93,7 @@ class GangTarget(TargetModel):
                 linear=linear_setting,
                 threads=max(1, threads // RANKS),
                 variables=given,
+                rounds=rounds,
             )
             for rank in range(RANKS)
         ]
@@ -97,6 +104,14 @@ class GangTarget(TargetModel):
         self.decoder = GangDecoder(gang, answers, width, embedding, linear(head), len(taps))
         self.pool = RemotePool(torch.device("cpu"))
         self.words = _words(layout, checkpoint, gang)
+        self.rounds: GangDevice | None = None
+        """Plays rounds on the ranks; None where they only run forward passes."""
+        if rounds is not None:
+            from runtime.gang_rounds import GangDevice  # Triton is not on every machine
+            from runtime.gpu_round import prefill_sizes
+
+            block = rounds.block_size if rounds.drafter is not None else 1
+            self.rounds = GangDevice(gang, self.pool, block, prefill_sizes(rounds.max_batch))
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
         self.gang.watch(on_lost)

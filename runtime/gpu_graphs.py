@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.gpu_device import Chunk, Device, HostBatch, RoundResults
 from runtime.gpu_pass import MOST_ROWS
-from runtime.gpu_round import CHUNK, ROWS, STAMPS, STOPS, GpuRound, PromptShape, Shape, batches
+from runtime.gpu_round import ROWS, STOPS, PromptShape, Shape, batches
 from runtime.noise import signed_seed
 from runtime.prefill import prefill
 from runtime.round import Models, NodeTable, Played, RoundResult, SequenceRound, extend_drafter
+from runtime.sampling import Sampling
 from runtime.sequence import OutputToken, Sequence, Speculation
 
 FINISHES = (None, "stop", "length")
-RING = 3
-"""Host buffers: one being read, one in flight, one to spare."""
+MOST_KEPT = 2**31 - 1
+"""Largest top_k on the device; no vocabulary is larger."""
 
 
 @dataclass(frozen=True)
@@ -35,43 +37,19 @@ class _Flight:
     shape: Shape
     rows: tuple[Sequence | None, ...]
     speculation: tuple[Speculation, ...]
-    results: Tensor
-    stamps: Tensor
-    done: Callable[[], object]
+    results: Callable[[], RoundResults]
 
 
 class GraphRounds:
     """Plays rounds of an engine's sequences; belongs to the thread that plays them."""
 
-    def __init__(self, models: Models, max_batch: int, positions: int, chunk: int = CHUNK) -> None:
-        """`positions`: most positions of a sequence, slots kept in reserve included; `chunk` as in `GpuRound`."""
-        self._models = models
-        self._cuda = models.target.device.type == "cuda"
-        self._round = GpuRound(models, max_batch, positions, timed=self._cuda, chunk=chunk)
+    def __init__(self, models: Models, device: Device, max_batch: int) -> None:
+        """`device` was made for the same models and `max_batch` sequences."""
+        self._models, self.device = models, device
         self._batches = batches(max_batch)
-        self._graphs: dict[Shape | PromptShape, Callable[[], object]] = {}
         self._flight: _Flight | None = None
         self._rows: list[Sequence | None] = []
-        self._launches = 0
-        self._reading: Callable[[], object] | None = None
-        """Waits until the device has read the last prompt chunk's host buffers."""
-        words = max_batch * (4 + 2 * self._round.block + 4 * MOST_ROWS)
-        self._ring = [self._pinned(words, torch.int32) for _ in range(RING)]
-        self._stamps = [self._pinned(STAMPS, torch.int64) for _ in range(RING)]
-        self._state = self._pinned(tuple(self._round.state.shape), torch.int32)
-        self._seeds = self._pinned(max_batch, torch.int64)
-        self._temperature = self._pinned(max_batch, torch.float32)
-        self._stops = self._pinned((max_batch, STOPS), torch.int32)
-        self._prompt_state = self._pinned(6, torch.int32)
-        self._prompt_ids = self._pinned(self._round.prefills[-1], torch.int32)
-        self._first = self._pinned(1, torch.int32)
-        self.capture_s = 0.0
-        """Seconds spent capturing graphs so far."""
-
-    @property
-    def captured(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
+        self._host = HostBatch.empty(max_batch, models.target.device.type == "cuda")
 
     def refusal(self, batch: Seq[Sequence], speculation: Seq[Speculation]) -> str | None:
         """Why this batch has to be decoded step by step from the host; None if it need not."""
@@ -81,7 +59,7 @@ class GraphRounds:
             why = _unusual(sequence)
             if why is not None:
                 return why
-            if _nodes(how, self._round.block) >= MOST_ROWS:
+            if _nodes(how, self.device.block) >= MOST_ROWS:
                 return f"a tree of more than {MOST_ROWS - 1} nodes"
         return None
 
@@ -94,14 +72,14 @@ class GraphRounds:
         shapes: list[Shape | PromptShape] = [
             Shape(1, rows, context=drafts) for rows in ROWS if drafts or rows == 1
         ]
-        shapes += [PromptShape(rows, True, False, drafts) for rows in self._round.prefills]
+        shapes += [PromptShape(rows, True, False, drafts) for rows in self.device.prefills]
         for done, shape in enumerate(shapes):
             progress(done / len(shapes))
-            self._graph(shape)
+            self.device.prepare(shape)
 
     def shape(self, batch: Seq[Sequence], speculation: Seq[Speculation], draft_noise: bool) -> Shape:
         """The captured size that holds this batch."""
-        rows = max(_rows_for(how, self._round.block) for how in speculation)
+        rows = max(_rows_for(how, self.device.block) for how in speculation)
         noisy = any(not sequence.sampling.greedy for sequence in batch)
         return Shape(
             batch=next(size for size in self._batches if size >= len(batch)),
@@ -109,6 +87,7 @@ class GraphRounds:
             noisy=noisy,
             shared=noisy and draft_noise and rows > 1,
             context=any(sequence.keeps_features for sequence in batch),
+            filtered=any(sequence.sampling.filtered for sequence in batch),
         )
 
     @torch.inference_mode()
@@ -122,11 +101,11 @@ class GraphRounds:
                 return played
             flight = None
         if flight is None:
-            graph = self._graph(shape)
+            self.device.prepare(shape)
             self._upload(shape, batch, speculation)
-            flight = self._launch(graph, shape, speculation)
+            flight = self._launch(shape, speculation)
         ahead = any(sequence.remaining > 1 for sequence in batch)
-        following = self._launch(self._graph(shape), shape, flight.speculation) if ahead else None
+        following = self._launch(shape, flight.speculation) if ahead else None
         played = self._collect(flight, batch)
         self._flight = following
         return played
@@ -136,7 +115,7 @@ class GraphRounds:
         """As `prefill.prefill`: up to `room` more prompt tokens, and at the prompt's end the first token."""
         if _unusual(sequence) is not None:
             return prefill(self._models, sequence, room)
-        sizes = self._round.prefills
+        sizes = self.device.prefills
         start = sequence.committed_len
         end = min(sequence.prefill_len, start + min(room, sizes[-1]))
         drafts = sequence.keeps_features and self._models.drafter is not None
@@ -145,26 +124,11 @@ class GraphRounds:
         sampling = sequence.sampling
         last = end == sequence.prefill_len and not sequence.num_outputs
         rows = next(size for size in sizes if size >= end - start)
-        graph = self._graph(PromptShape(rows, last, last and not sampling.greedy, drafts))
-        if self._reading is not None:
-            self._reading()
-        self._prompt_state.numpy()[:] = (
-            start,
-            end,
-            sequence.extent.start,
-            end - start,
-            end - start - 1,
-            end - 1,
-        )
-        self._prompt_ids.numpy()[: end - start] = sequence.token_ids[start:end]
-        device = self._round
-        device.prompt_state.copy_(self._prompt_state, non_blocking=True)
-        device.prompt_ids[:rows].copy_(self._prompt_ids[:rows], non_blocking=True)
-        if last:
-            device.prompt_seed.fill_(signed_seed(sampling.seed))
-            device.prompt_temperature.fill_(0.0 if sampling.greedy else sampling.temperature)
-        self._reading = self._mark()
-        graph()
+        kept = min(sampling.top_k, MOST_KEPT)
+        numbers = (start, end, sequence.extent.start, end - start, end - start - 1, end - 1, kept)
+        ids = tuple(sequence.token_ids[start:end])
+        shape = PromptShape(rows, last, last and not sampling.greedy, drafts, last and sampling.filtered)
+        self.device.prompt(shape, Chunk(numbers, ids, signed_seed(sampling.seed), _odds(sampling)))
         sequence.committed_len = end
         if drafts:
             sequence.drafter_len = end
@@ -172,9 +136,7 @@ class GraphRounds:
             if sequence.prefilled:
                 sequence.check()
             return None
-        self._first.copy_(device.prompt_choice, non_blocking=True)
-        self._mark()()
-        token = OutputToken(int(self._first[0]), False)
+        token = OutputToken(self.device.first(), False)
         stop = token.token_id in sampling.stop_token_ids
         finish = "stop" if stop else "length" if sequence.remaining <= 1 else None
         sequence.append([token])
@@ -185,6 +147,47 @@ class GraphRounds:
     def drain(self, batch: Seq[Sequence]) -> Played | None:
         """The round in flight, if there is one; nothing is launched."""
         return None if self._flight is None else self._collect(self._flight, batch)
+
+    @torch.inference_mode()
+    def row_logits(self, token_ids: Seq[int], slot_start: int) -> Tensor | None:
+        """Logits `[tokens, vocab]` after each of `token_ids`, one row at a time, over slots from `slot_start`.
+
+        Rounds may be in flight meanwhile. None where the device keeps its scores.
+        """
+        shape = PromptShape(self.device.prefills[0], True, True, False, True)
+        rows: list[Tensor] = []
+        for at, token_id in enumerate(token_ids):
+            self.device.prompt(
+                shape, Chunk((at, at + 1, slot_start, 1, 0, at, 0), (token_id,), 0, (1.0, 1.0, 0.0))
+            )
+            scores = self.device.scores()
+            if scores is None:
+                return None
+            rows.append(scores)
+        return torch.stack(rows)
+
+    @torch.inference_mode()
+    def round_seconds(self, rows: int, repeats: int = 4) -> float:
+        """Seconds of a greedy round of one sequence with `rows` tree rows, root included; for an idle engine.
+
+        Each is launched before the one before is waited for, as while requests run; the rows do not count.
+        """
+        size = next(size for size in ROWS if size >= rows)
+        shape = Shape(1, size, context=self._models.drafter is not None)
+        self.drain([])
+        self._rows = []
+        self.device.prepare(shape)
+        self._host.state.zero_()
+        self.device.upload(self._host)
+        self.device.launch(shape)()
+        began = time.perf_counter()
+        flight = self.device.launch(shape)
+        for _ in range(repeats - 1):
+            following = self.device.launch(shape)
+            flight()
+            flight = following
+        flight()
+        return (time.perf_counter() - began) / repeats
 
     def _continues(
         self, flight: _Flight, shape: Shape, batch: Seq[Sequence], speculation: Seq[Speculation]
@@ -200,47 +203,11 @@ class GraphRounds:
             and all(mine == how for (_, mine), how in zip(held, speculation, strict=True))
         )
 
-    def _graph(self, shape: Shape | PromptShape) -> Callable[[], object]:
-        """Replays a round or a prompt chunk; captured at first use, on idle rows, so that no state is touched."""
-        if shape not in self._graphs:
-            began = time.perf_counter()
-
-            def enqueue() -> None:
-                if isinstance(shape, PromptShape):
-                    self._round.enqueue_prompt(shape)
-                else:
-                    self._round.enqueue(shape)
-
-            self._graphs[shape] = self._captured(enqueue) if self._cuda else enqueue
-            self.capture_s += time.perf_counter() - began
-        return self._graphs[shape]
-
-    def _captured(self, enqueue: Callable[[], None]) -> Callable[[], object]:
-        device = self._round
-        held = device.state.clone()
-        device.active.zero_()
-        device.block_rows.zero_()
-        device.prompt_state.zero_()
-        enqueue()  # compiles what is new; nothing may compile under capture
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            enqueue()
-        device.state.copy_(held)
-        return graph.replay
-
-    def _mark(self) -> Callable[[], object]:
-        """Waits, when called, for what has been given to the device until now."""
-        if not self._cuda:
-            return _nothing
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize
-
     def _upload(self, shape: Shape, batch: Seq[Sequence], speculation: Seq[Speculation]) -> None:
         """Writes the state of `batch` to the device; rows beyond it are inactive."""
         extend_drafter(self._models, batch)
-        block = self._round.block
-        state, stops = self._state.numpy(), self._stops.numpy()
+        block = self.device.block
+        state, stops = self._host.state.numpy(), self._host.stops.numpy()
         state[:] = 0
         stops[:] = -1
         for row, (sequence, how) in enumerate(zip(batch, speculation, strict=True)):
@@ -254,39 +221,24 @@ class GraphRounds:
                 how.mode == "chain",
                 1,
                 block,
+                min(sequence.sampling.top_k, MOST_KEPT),
             )
             sampling = sequence.sampling
-            self._seeds[row] = signed_seed(sampling.seed)
-            self._temperature[row] = 0.0 if sampling.greedy else sampling.temperature
+            self._host.seeds[row] = signed_seed(sampling.seed)
+            self._host.odds.numpy()[:, row] = _odds(sampling)
             ids = sorted(sampling.stop_token_ids)
             stops[row, : len(ids)] = ids
         self._rows = list(batch)
-        pairs = (
-            (self._round.state, self._state),
-            (self._round.seeds, self._seeds),
-            (self._round.temperature, self._temperature),
-            (self._round.stops, self._stops),
-        )
-        for device, host in pairs:
-            device.copy_(host, non_blocking=True)
+        self.device.upload(self._host)
 
-    def _launch(self, graph: Callable[[], object], shape: Shape, speculation: Seq[Speculation]) -> _Flight:
-        graph()
-        place = self._launches % RING
-        self._launches += 1
-        results = self._round.results(shape)
-        host = self._ring[place][: results.numel()].view(results.shape)
-        host.copy_(results, non_blocking=True)
-        stamps = self._stamps[place]
-        if self._cuda:
-            stamps.copy_(self._round.stamps, non_blocking=True)
-        return _Flight(shape, tuple(self._rows), tuple(speculation), host, stamps, self._mark())
+    def _launch(self, shape: Shape, speculation: Seq[Speculation]) -> _Flight:
+        return _Flight(shape, tuple(self._rows), tuple(speculation), self.device.launch(shape))
 
     def _collect(self, flight: _Flight, live: Seq[Sequence]) -> Played:
         """Waits for a round and takes its results into the sequences that are still there."""
         self._flight = None
-        flight.done()
-        table = flight.results.numpy().copy()
+        results = flight.results()
+        table, marks = results.table, results.stamps
         there = {id(sequence) for sequence in live}
         sequences: list[Sequence] = []
         how: list[Speculation] = []
@@ -304,14 +256,13 @@ class GraphRounds:
             sequences.append(sequence)
             how.append(flight.speculation[row])
             rounds.append(outcome)
-        marks = flight.stamps.tolist()
         seconds = tuple((end - start) * 1e-9 for start, end in zip(marks, marks[1:], strict=False))
         return Played(tuple(sequences), tuple(how), RoundResult(tuple(rounds), nodes, seconds))
 
     def _outcome(self, shape: Shape, record: np.ndarray) -> SequenceRound:
         """One sequence's part of a round from its words of the result (`accept_kernel` says which)."""
         length, kept, finish, nodes = record[:4].tolist()
-        block = self._round.block
+        block = self.device.block
         ids = record[4 : 4 + kept].tolist()
         path = tuple(record[4 + block : 4 + block + kept].tolist())
         tokens = [OutputToken(token_id, i + 1 < length) for i, token_id in enumerate(ids)]
@@ -327,9 +278,6 @@ class GraphRounds:
         sequence.num_correct_drafts += sum(token.drafted for token in outcome.tokens)
         sequence.check()
 
-    def _pinned(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
-
 
 def _unusual(sequence: Sequence) -> str | None:
     """What of a request's settings no kernel knows; None if nothing."""
@@ -338,15 +286,14 @@ def _unusual(sequence: Sequence) -> str | None:
         return "logprobs"
     if sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens:
         return "penalties, logit_bias or min_tokens"
-    if not sampling.greedy and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-        return "top_k, top_p or min_p"
     if len(sampling.stop_token_ids) > STOPS:
         return f"more than {STOPS} stop tokens"
     return None
 
 
-def _nothing() -> None:
-    """A CPU has finished when the call returns."""
+def _odds(sampling: Sampling) -> tuple[float, float, float]:
+    """Temperature (0 = greedy), top_p and min_p as the device has them."""
+    return 0.0 if sampling.greedy else sampling.temperature, sampling.top_p, sampling.min_p
 
 
 def _nodes(how: Speculation, block: int) -> int:

@@ -1,9 +1,9 @@
-"""Triton kernels of a forward pass over tree rows: products and norms, rotation, attention, heads.
+"""Triton kernels of a forward pass over tree rows: products and norms, rotation, attention, embedding.
 
 Rows of a batch are `[batch, rows]` flattened, the same number of rows for each sequence; what does not count of a
 sequence (`row >= size`) is computed and never read. Nothing is read back and no shape depends on a length, so the
-calls can be captured in a CUDA graph. Plain references are `runtime/fused.py`, `attention.py`, `noise.py` and
-`sampling.py`; tests hold each kernel against them, on a CPU through Triton's interpreter.
+calls can be captured in a CUDA graph. Plain references are `runtime/fused.py` and `attention.py`; tests hold each
+kernel against them, on a CPU through Triton's interpreter. The heads are in `gpu_heads.py`.
 
 Rotated pairs stand side by side, as `fused.FusedStack` lays the weights out at load.
 """
@@ -34,7 +34,7 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(w, n, N, K, PDL: tl.constexpr):
+def prefetch(w, n, N, K, PDL: tl.constexpr):
     """Asks for the first columns of weight rows `n` while the kernel before still runs: nothing writes weights."""
     if PDL:
         lines = 64 * tl.arange(0, 16)
@@ -47,7 +47,7 @@ def _prefetch(w, n, N, K, PDL: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def product(
     x, w, source, live, n, columns, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,26 @@ def _product(
 
 
 @triton.jit
-def _row_scale(squares, rows, live, tiles, K, eps, TILES: tl.constexpr):
+def gathered(
+    x, w, rows, M, N, K, GATHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """This program's tile of `x @ w.T`, or with `GATHER` of `x[rows] @ w.T`: rows and columns of the tile, which of
+    them there are, rows of x, product."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    prefetch(w, n, N, K, PDL)
+    begin(PDL)
+    source = m
+    if GATHER:
+        source = tl.load(rows + m, mask=live, other=0)
+    total = product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    return m, n, live, columns, source, total
+
+
+@triton.jit
+def row_scale(squares, rows, live, tiles, K, eps, TILES: tl.constexpr):
     """`1 / rms` of rows whose sums of squares stand in the first `tiles` entries of `squares [rows, TILES]`."""
     tile = tl.arange(0, TILES)
     there = live[:, None] & (tile < tiles)[None, :]
@@ -84,19 +103,13 @@ def linear_kernel(
     that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
     `TAP` also writes the result to `tap [M, tap_stride]`.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live, columns = m < M, n < N
-    _prefetch(w, n, N, K, PDL)
-    begin(PDL)
-    source = m
-    if GATHER:
-        source = tl.load(rows + m, mask=live, other=0)
-    total = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    m, n, live, columns, _source, total = gathered(
+        x, w, rows, M, N, K, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
+    )
     here = live[:, None] & columns[None, :]
     spot = m[:, None] * N + n[None, :]
     if NORM:
-        total *= _row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
+        total *= row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
     if BIAS:
         total += tl.load(bias + n, mask=columns, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
@@ -112,6 +125,30 @@ def linear_kernel(
         tl.store(squares_out + m * TILES + tl.program_id(0), tl.sum(wide * wide, 1), mask=live)
 
 
+@triton.jit(do_not_specialize=["tap_stride"])
+def add_sum_kernel(
+    summed, bias, hidden, gain, scaled, squares, tap, tap_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`hidden [rows, WIDTH] += summed + bias`, a product that was summed over ranks; the rest as `linear_kernel`."""
+    begin(PDL)
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    here = i < WIDTH
+    total = tl.load(summed + row * WIDTH + i, mask=here, other=0.0)
+    if BIAS:
+        total += tl.load(bias + i, mask=here, other=0.0).to(tl.float32)
+    total += tl.load(hidden + row * WIDTH + i, mask=here, other=0.0).to(tl.float32)
+    result = total.to(hidden.dtype.element_ty)
+    tl.store(hidden + row * WIDTH + i, result, mask=here)
+    if TAP:
+        tl.store(tap + row * tap_stride + i, result, mask=here)
+    wide = result.to(tl.float32)
+    factor = tl.load(gain + i, mask=here, other=0.0).to(tl.float32)
+    tl.store(scaled + row * WIDTH + i, (wide * factor).to(hidden.dtype.element_ty), mask=here)
+    tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
+
+
 @triton.jit(do_not_specialize=["M", "tiles"])
 def gated_kernel(
     x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
@@ -121,8 +158,8 @@ def gated_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < N
-    _prefetch(w, n, N, K, PDL)
-    _prefetch(w, N + n, 2 * N, K, PDL)
+    prefetch(w, n, N, K, PDL)
+    prefetch(w, N + n, 2 * N, K, PDL)
     begin(PDL)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -135,7 +172,7 @@ def gated_kernel(
         u = tl.load(w + (N + n)[:, None] * K + k[None, :], mask=wanted, other=0.0)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
-    scale = _row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
+    scale = row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
     gate, up = gate * scale, up * scale
     result = gate / (1.0 + tl.exp(-gate)) * up
     here = live[:, None] & columns[None, :]
@@ -333,107 +370,3 @@ def embed_kernel(
     factor = tl.load(gain + i, mask=i < WIDTH, other=0.0).to(tl.float32)
     tl.store(scaled + row * WIDTH + i, (wide * factor).to(out.dtype.element_ty), mask=i < WIDTH)
     tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
-
-
-@triton.jit(do_not_specialize=["depths"])
-def noise_kernel(noise, seeds, committed, temperature, depths, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Gumbel noise `[batch, depths, vocab]` of the tokens at positions `committed + 1 + depth`; none where greedy."""
-    begin(PDL)
-    row = tl.program_id(0)
-    b, depth = row // depths, row % depths
-    if tl.load(temperature + b) > 0.0:
-        group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        position = tl.zeros((BLOCK,), tl.int32) + (tl.load(committed + b) + 1 + depth)
-        zero = tl.zeros((BLOCK,), tl.int32)
-        words = tl.philox(tl.load(seeds + b), group, position, zero, zero)
-        for part in tl.static_range(4):
-            word = words[part].to(tl.uint32, bitcast=True)
-            uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-            token = group * 4 + part
-            tl.store(noise + row.to(tl.int64) * vocab + token, -tl.log(-tl.log(uniform)), mask=token < vocab)
-
-
-@triton.jit
-def _noisy(total, temperature, noise, m, b, depth, live, n, columns, depths, vocab, SHARED: tl.constexpr):
-    """Scores `logits / T + g` of rows that sample; greedy rows keep their logits."""
-    t = tl.load(temperature + b, mask=live, other=0.0)[:, None]
-    scores = total / tl.where(t > 0.0, t, 1.0)
-    if SHARED:
-        spot = (b * depths + depth).to(tl.int64)[:, None] * vocab + n[None, :]
-        g = tl.load(noise + spot, mask=live[:, None] & columns[None, :] & (t > 0.0), other=0.0)
-        scores += g
-    return scores
-
-
-@triton.jit(do_not_specialize=["M", "rows", "depths", "parts"])
-def choose_kernel(
-    x, w, squares, noise, temperature, node_depths, gather, best, ids, M, rows, depths, vocab, K, parts, eps,
-    NOISY: tl.constexpr, GATHER: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Best score and token of one vocabulary tile for each row, `[tiles, M]`; ties to the lowest token id.
-
-    `GATHER` looks at rows `gather [M]` of x.
-    """
-    tile = tl.program_id(0)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live, columns = m < M, n < vocab
-    _prefetch(w, n, vocab, K, PDL)
-    begin(PDL)
-    source = m
-    if GATHER:
-        source = tl.load(gather + m, mask=live, other=0)
-    scores = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-    scores *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
-    if NOISY:
-        depth = tl.load(node_depths + m, mask=live, other=0)
-        scores = _noisy(
-            scores, temperature, noise, m, m // rows, depth, live, n, columns, depths, vocab, True
-        )
-    scores = tl.where(columns[None, :], scores, float("-inf"))
-    value, index = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best + tile * M + m, value, mask=live)
-    tl.store(ids + tile * M + m, tile * BLOCK_N + index, mask=live)
-
-
-@triton.jit(do_not_specialize=["M", "tiles"])
-def chosen_kernel(best, ids, chosen, M, tiles, TILES_P2: tl.constexpr, PDL: tl.constexpr):
-    """The token of the highest score over all tiles, `chosen [M]`."""
-    begin(PDL)
-    row, tile = tl.program_id(0), tl.arange(0, TILES_P2)
-    value = tl.load(best + tile * M + row, mask=tile < tiles, other=float("-inf"))
-    token = tl.load(ids + tile * M + row, mask=tile < tiles, other=0)
-    tl.store(chosen + row, tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0))
-
-
-@triton.jit(do_not_specialize=["M", "horizon", "parts"])
-def draft_kernel(
-    x, w, squares, noise, temperature, scores, tile_max, tile_sum, M, horizon, vocab, K, parts, eps,
-    NOISY: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Draft scores `[batch * horizon, vocab]` with each tile's maximum and sum of exponentials, `[tiles, M]`.
-
-    `x [batch * (horizon + 1), K]`: position 0 of a block, the root, predicts nothing. `SHARED` adds the verifier's
-    noise.
-    """
-    tile = tl.program_id(0)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live, columns = m < M, n < vocab
-    _prefetch(w, n, vocab, K, PDL)
-    begin(PDL)
-    b, depth = m // horizon, m % horizon
-    source = b * (horizon + 1) + 1 + depth
-    total = _product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-    total *= _row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
-    if NOISY:
-        total = _noisy(total, temperature, noise, m, b, depth, live, n, columns, horizon + 1, vocab, SHARED)
-    tl.store(
-        scores + m.to(tl.int64)[:, None] * vocab + n[None, :], total, mask=live[:, None] & columns[None, :]
-    )
-    total = tl.where(columns[None, :], total, float("-inf"))
-    most = tl.max(total, 1)
-    tl.store(tile_max + tile * M + m, most, mask=live)
-    tl.store(tile_sum + tile * M + m, tl.sum(tl.exp(total - most[:, None]), 1), mask=live)

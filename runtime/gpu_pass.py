@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from runtime.fused import FusedDecoder, FusedLayer, FusedStack
+from runtime.gpu_heads import choose_kernel, chosen_kernel, filter_kernel
 from runtime.gpu_kernels import (
     SCRATCH,
-    choose_kernel,
-    chosen_kernel,
+    add_sum_kernel,
     combine_kernel,
     context_store_kernel,
     embed_kernel,
@@ -25,19 +25,18 @@ from runtime.gpu_kernels import (
     rotate_store_kernel,
     tree_attention_kernel,
 )
+from runtime.gpu_tiles import blocks_of, head_block, pow2
 from runtime.kv_cache import Pool
-from runtime.linear import Linear, PlainLinear
+from runtime.linear import Linear, PlainLinear, ReducedLinear
 from runtime.round import Models
 
 MOST_ROWS = int(SCRATCH.value)
 PROGRAMS = 132
 """Programs a kernel should have at least: one for each multiprocessor of an H100 or H200."""
 KV_BLOCK = 64
-
-
-def pow2(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
-    return 1 << max(0, count - 1).bit_length()
+FILTERED_ROWS = 256
+"""Rows whose scores are stored at a time, where a choice is filtered."""
+FILTER_BLOCK = 8192
 
 
 def unsupported(models: Models) -> str | None:
@@ -49,15 +48,21 @@ def unsupported(models: Models) -> str | None:
     assert isinstance(decoder, FusedDecoder)
     stacks = [decoder.stack] + ([drafter.stack] if drafter is not None else [])
     for stack in stacks:
-        if stack.shape.head_dim not in (16, 32, 64, 128, 256):
-            return f"head size {stack.shape.head_dim} is no power of two from 16 to 256"
-        if any(window is not None for window in stack.shape.windows):
-            return "sliding windows"
+        why = unsupported_attention(stack.shape.head_dim, stack.shape.windows)
+        if why is not None:
+            return why
         if not all(isinstance(layer.qkv, PlainLinear) for layer in stack.layers):
             return "packed linear layers"
     if models.propose is not None:
         return "drafts come from elsewhere"
     return None
+
+
+def unsupported_attention(head_dim: int, windows: tuple[int | None, ...]) -> str | None:
+    """Why the attention kernel does not know such layers; None if it does."""
+    if head_dim not in (16, 32, 64, 128, 256):
+        return f"head size {head_dim} is no power of two from 16 to 256"
+    return None if all(window is None for window in windows) else "sliding windows"
 
 
 def weight_of(linear: Linear) -> Tensor:
@@ -85,6 +90,16 @@ class Rows:
     @property
     def total(self) -> int:
         return self.batch * self.each
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Filters of the sequences of a pass, `[batch]` each, and how many of their rows are chosen from."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    size: Tensor
 
 
 class DeviceStack:
@@ -152,6 +167,10 @@ class DevicePass:
         self.head_tiles = -(-self.vocab // head_block(hidden))
         self._best = self.floats(self.head_tiles * rows)
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
+        split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
+        self._summed = self.floats(rows if split else 0, hidden)
+        self.stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
+        """Scores of rows whose choice is filtered."""
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
@@ -162,6 +181,10 @@ class DevicePass:
     def call(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
         """Launches a kernel; where the device can, its start overlaps the end of the one before."""
         kernel[grid](*args, **settings, **self._overlap)
+
+    def call_after_all(self, kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+        """Launches a kernel that starts when what is before has ended, kernels of others too."""
+        kernel[grid](*args, **settings, PDL=False)
 
     def embed(
         self,
@@ -204,25 +227,36 @@ class DevicePass:
 
     def choose(
         self, total: int, chosen: Tensor, noise: Tensor, temperature: Tensor, depths: Tensor,
-        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None,
+        *, rows: int, noise_rows: int, noisy: bool, gather: Tensor | None = None, filters: Filters | None = None,
     ) -> None:  # fmt: skip
         """The target's choice after each of `total` rows, or of rows `gather`, into `chosen`.
 
-        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together.
+        `noise [batch, noise_rows, vocab]` is looked up by `depths`; `rows` of a sequence stand together. With `filters`
+        whole sequences are taken at a time, as many as there is room for their scores.
         """
-        weight = weight_of(self.decoder.head)
-        width = int(weight.shape[1])
-        blocks = blocks_of(total, weight, "head")
-        tiles = self.head_tiles
-        self.call(
-            choose_kernel, (tiles, -(-total // blocks["BLOCK_M"])),
-            self.scaled, weight, self.squares, noise, temperature, depths, chosen if gather is None else gather,
-            self._best, self._best_ids, total, rows, noise_rows, self.vocab, width, self.parts, self.target.shape.eps,
-            NOISY=noisy, GATHER=gather is not None, TILES=self._tiles, **blocks,
-        )  # fmt: skip
-        self.call(
-            chosen_kernel, (total,), self._best, self._best_ids, chosen, total, tiles, TILES_P2=pow2(tiles)
-        )
+        weight, vocab, tiles = weight_of(self.decoder.head), self.vocab, self.head_tiles
+        portion = total if filters is None else rows * max(1, self.stored.shape[0] // rows)
+        for first in range(0, total, portion):
+            count, b = min(portion, total - first), first // rows
+            draws = noise[b * noise_rows * vocab :], temperature[b:]
+            at, out = depths[first:], chosen[first:]
+            blocks = blocks_of(count, weight, "head")
+            self.call(
+                choose_kernel, (tiles, -(-count // blocks["BLOCK_M"])),
+                self.scaled[first:], weight, self.squares[first * self._tiles :], *draws, at,
+                chosen if gather is None else gather, self._best if filters is None else self.stored, self._best_ids,
+                count, rows, noise_rows, vocab, weight.shape[1], self.parts, self.target.shape.eps,
+                NOISY=noisy, GATHER=gather is not None, STORED=filters is not None, TILES=self._tiles, **blocks,
+            )  # fmt: skip
+            if filters is None:
+                best = self._best, self._best_ids
+                self.call(chosen_kernel, (count,), *best, out, count, tiles, TILES_P2=pow2(tiles))
+                continue
+            self.call(
+                filter_kernel, (count,),
+                self.stored, *draws, filters.top_k[b:], filters.top_p[b:], filters.min_p[b:], filters.size[b:],
+                at, out, rows, noise_rows, vocab, BLOCK=min(FILTER_BLOCK, pow2(vocab)), num_warps=16,
+            )  # fmt: skip
 
     def extend_context(
         self,
@@ -294,6 +328,10 @@ class DevicePass:
     ) -> None:
         """`linear_kernel`: `norm_eps` of the norm before, `add` the product to `out`, `gain` of the norm after."""
         assert isinstance(linear, PlainLinear)
+        if isinstance(linear, ReducedLinear):
+            assert add and gain is not None
+            self._linear_over_ranks(linear, x, out, rows, gain, tap)
+            return
         weight, bias = linear.weight, linear.bias
         n, k = weight.shape
         blocks = blocks_of(rows, weight)
@@ -308,6 +346,29 @@ class DevicePass:
         if gain is not None:
             self.parts = -(-n // blocks["BLOCK_N"])
 
+    def _linear_over_ranks(
+        self, linear: ReducedLinear, x: Tensor, out: Tensor, rows: int, gain: Tensor, tap: Tensor | None
+    ) -> None:
+        """`_linear` with `add` and `gain`, where each rank has a part of the product."""
+        weight, bias = linear.weight, linear.bias
+        n, k = weight.shape
+        blocks = blocks_of(rows, weight)
+        part = self._summed[:rows]
+        self.call(
+            linear_kernel, _grid(rows, n, blocks),
+            x, weight, part, self.squares, x, out, x, x, self.scaled, self.squares, x, rows, n, k, 0, 0, 0.0,
+            NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self._tiles, **blocks,
+        )  # fmt: skip
+        linear.reduce(part)
+        self.call_after_all(
+            add_sum_kernel, (rows,),
+            part, x if bias is None else bias, out, gain, self.scaled, self.squares,
+            x if tap is None else tap, 0 if tap is None else tap.stride(0),
+            WIDTH=n, BLOCK=pow2(n), TILES=self._tiles, BIAS=bias is not None, TAP=tap is not None,
+            num_warps=8 if n > 1024 else 4,
+        )  # fmt: skip
+        self.parts = 1
+
     def _gate(self, layer: FusedLayer, rows: int, eps: float) -> None:
         weight = weight_of(layer.gate_up)
         n, k = weight.shape[0] // 2, weight.shape[1]
@@ -320,46 +381,3 @@ class DevicePass:
 
 def _grid(rows: int, n: int, blocks: dict[str, int]) -> tuple[int, int]:
     return -(-n // blocks["BLOCK_N"]), -(-rows // blocks["BLOCK_M"])
-
-
-def head_block(k: int) -> int:
-    """Vocabulary entries of a tile of the head."""
-    return 128 if k <= 1024 else 64
-
-
-def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
-    """Tile sizes and launch settings of a product of `rows` rows with a weight `[n, k]`, as measured on an H200.
-
-    Small weights want many narrow tiles, which wait for memory side by side; large ones deep tiles. `kind`: "gate",
-    which multiplies two weights at once, or "head".
-    """
-    n, k = weight.shape
-    n = n // 2 if kind == "gate" else n
-    few, large = rows <= 16, n * k >= 8_000_000
-    block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 and (large or kind == "head") else 64
-    warps = 8 if block_m == 128 else 4
-    if kind == "head":
-        block_n, block_k, stages = head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5
-    elif large and block_m == 128:
-        block_n, block_k, stages = 128 if n > 4096 else 64, 64, 4
-    elif large and (n <= 4096 or few or (rows <= 32 and kind != "gate")):
-        block_n, block_k, stages = 32, 256, 4
-    elif large:
-        block_n, block_k, stages = 64, 128, 4
-    elif rows > 64:
-        block_n, block_k, stages = 64 if kind == "gate" else 32, 64, 4 if kind == "gate" else 5
-    elif k <= 1024:
-        block_n, block_k, stages = 32 if few and kind == "gate" else 16, 64, 9
-        warps = 2 if few and kind != "gate" else 4
-    else:
-        block_n, block_k, stages = 16, 256 if rows <= 32 else 128, 6 if rows <= 32 else 5
-    # Stages were measured with two bytes an element and have to fit into shared memory with four.
-    block_k = min(block_k * 2 // weight.element_size(), max(16, pow2(k)))
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "EVEN": k % block_k == 0,
-        "num_warps": warps,
-        "num_stages": stages,
-    }

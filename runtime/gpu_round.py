@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.gpu_kernels import draft_kernel, noise_kernel
-from runtime.gpu_pass import MOST_ROWS, DevicePass, Rows, blocks_of, pow2, weight_of
+from runtime.gpu_heads import draft_kernel, noise_kernel
+from runtime.gpu_pass import MOST_ROWS, DevicePass, Filters, Rows, weight_of
+from runtime.gpu_tiles import blocks_of, pow2
 from runtime.gpu_tree import (
     accept_kernel,
     compact_kernel,
@@ -48,7 +49,7 @@ class Shape:
     """Sizes a round is captured for: `rows` tree nodes, root included, of `batch` sequences.
 
     `noisy`: some sequence samples; `shared`: the drafter sees the verifier's noise; `context`: what is committed is
-    handed to the drafter.
+    handed to the drafter; `filtered`: some sequence samples with top_k, top_p or min_p.
     """
 
     batch: int
@@ -56,6 +57,7 @@ class Shape:
     noisy: bool = False
     shared: bool = False
     context: bool = True
+    filtered: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PromptShape:
     last: bool
     noisy: bool
     context: bool
+    filtered: bool = False
 
 
 def batches(max_batch: int) -> list[int]:
@@ -74,6 +77,11 @@ def batches(max_batch: int) -> list[int]:
     while sizes[-1] < max_batch:
         sizes.append(min(2 * sizes[-1], max_batch))
     return sizes
+
+
+def prefill_sizes(max_batch: int) -> tuple[int, ...]:
+    """Prompt chunks that are captured beside rounds of up to `max_batch` sequences."""
+    return tuple(size for size in PREFILLS if size <= max(max_batch * MOST_ROWS, PREFILLS[0]))
 
 
 class GpuRound:
@@ -90,7 +98,7 @@ class GpuRound:
         self.block = models.block_size if models.drafter is not None else 1
         """Positions of a draft block, root included: no round commits more."""
         rows = max_batch * MOST_ROWS
-        self.prefills = tuple(size for size in PREFILLS if size <= max(rows, PREFILLS[0]))
+        self.prefills = prefill_sizes(max_batch)
         sizes = [(batch, each) for batch in batches(max_batch) for each in (*ROWS, self.block)]
         sizes += [(1, each) for each in self.prefills]
         self._pass = DevicePass(models, max(rows, self.prefills[-1]), positions, sizes)
@@ -105,6 +113,17 @@ class GpuRound:
     def results(self, shape: Shape) -> Tensor:
         """What the last round of `shape` tells the host, int32 `[batch, record]`."""
         return self._out[: shape.batch * self.record(shape)].view(shape.batch, -1)
+
+    @property
+    def scores(self) -> Tensor:
+        """Stored scores `[vocab]` of the first row that was filtered last."""
+        return self._pass.stored[0]
+
+    def rest(self) -> None:
+        """Makes every sequence inactive, so that rounds and chunks write scratch slots alone."""
+        self.active.zero_()
+        self.block_rows.zero_()
+        self.prompt_state.zero_()
 
     def enqueue(self, shape: Shape) -> None:
         """Puts the kernels of one round into the current stream."""
@@ -129,18 +148,20 @@ class GpuRound:
 
         The first token, where one is chosen, is left in `prompt_choice`.
         """
-        before, end, slot_start, size, last_row, tail = self.prompt
+        before, end, slot_start, size, last_row, tail, top_k = self.prompt
         rows = Rows(1, shape.rows, before, slot_start, size, self._steps, None)
         stack = self._pass.target
         taps = self._pass.decoder.taps if shape.context else ()
         self._pass.embed(self.prompt_ids, shape.rows, stack.layers[0].input_norm, self.stamps)
         self._pass.layers(stack, rows, self._pass.decoder.norm, taps)
         if shape.last:
+            hot, top_p, min_p = self.prompt_odds.unbind(0)
             if shape.noisy:
-                self._draw_noise(1, 1, self.prompt_seed, tail, self.prompt_temperature)
+                self._draw_noise(1, 1, self.prompt_seed, tail, hot)
             self._pass.choose(
-                1, self.prompt_choice, self._noise, self.prompt_temperature, self._zero,
+                1, self.prompt_choice, self._noise, hot, self._zero,
                 rows=1, noise_rows=1, noisy=shape.noisy, gather=last_row,
+                filters=Filters(top_k, top_p, min_p, size) if shape.filtered else None,
             )  # fmt: skip
         if shape.context:
             self._pass.extend_context(1, shape.rows, end, size, slot_start, None)
@@ -151,19 +172,22 @@ class GpuRound:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.state = ints(8, batch)
-        """root, committed, slot_start, remaining, budget, chain, active, drafted rows; by sequence."""
+        self.state = ints(9, batch)
+        """root, committed, slot_start, remaining, budget, chain, active, drafted rows, top_k; by sequence."""
         (self.root, self.committed, self.slot_start, self.remaining, self.budget, self.chain, self.active,
-         self.block_rows) = self.state.unbind(0)  # fmt: skip
+         self.block_rows, self.top_k) = self.state.unbind(0)  # fmt: skip
         self.seeds = ints(batch, dtype=torch.int64)
-        self.temperature = self._pass.floats(batch)
+        self.odds = self._pass.floats(3, batch)
+        """temperature, top_p, min_p; by sequence."""
+        self.temperature, self.top_p, self.min_p = self.odds.unbind(0)
         self.stops = ints(batch, STOPS)
         self.stamps = ints(STAMPS, dtype=torch.int64)
-        self.prompt_state = ints(6)
+        self.prompt_state = ints(7)
         self.prompt = self.prompt_state.unsqueeze(1).unbind(0)
-        """committed before and after, slot_start, rows that count, the last of them, the position before the choice."""
+        """committed before and after, slot_start, rows that count, the last of them, the position before the choice,
+        top_k."""
         self.prompt_ids, self.prompt_choice = ints(self.prefills[-1]), ints(1)
-        self.prompt_seed, self.prompt_temperature = ints(1, dtype=torch.int64), self._pass.floats(1)
+        self.prompt_seed, self.prompt_odds = ints(1, dtype=torch.int64), self._pass.floats(3, 1)
         self._steps = torch.arange(self.prefills[-1], dtype=torch.int32, device=device)
         self._zero = ints(1)
         self._size, self._kept = ints(batch), ints(batch)
@@ -274,6 +298,7 @@ class GpuRound:
         self._pass.choose(
             rows.total, self._chosen, self._noise, self.temperature, self._depths,
             rows=each, noise_rows=depths, noisy=shape.noisy,
+            filters=Filters(self.top_k, self.top_p, self.min_p, self._size) if shape.filtered else None,
         )  # fmt: skip
 
     def _accept(self, shape: Shape) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from runtime.gpu_heads import order_of
 from runtime.gpu_kernels import begin, stamp
 
 
 @triton.jit
 def _key(value, index):
     """int64 that sorts like (float32 value, -index); -0.0 equals 0.0."""
-    word = (value + 0.0).to(tl.int32, bitcast=True)
-    return ((word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) - index.to(tl.int64)
+    return (order_of(value).to(tl.int64) << 32) - index.to(tl.int64)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,6 +29,19 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class ReducedLinear(PlainLinear):
+    """A product whose columns are split over the ranks of a process group: each has a part of the sum, all get it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total = self.reduce(F.linear(x, self.weight).float())
+        return (total if self.bias is None else total + self.bias).to(x.dtype)
+
+    def reduce(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' `part`, in its place; the same bits on each rank."""
+        torch.distributed.all_reduce(part)
+        return part
 
 
 class MklLinear:

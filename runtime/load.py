@@ -108,8 +108,8 @@ class Answer:
     """First token."""
     last_s: float | None = None
     """Last token."""
-    longest_gap_s: float | None = None
-    """Longest pause between two arrivals of text."""
+    gaps_s: tuple[float, ...] = ()
+    """Pauses between arrivals of text."""
     over_s: float | None = None
     """When nothing more of it could come: its end, failure or time-out."""
     chunks: int = 0
@@ -124,6 +124,10 @@ class Answer:
     def tokens(self) -> int:
         """Output tokens as the server counted them, else arrivals of text."""
         return self.chunks if self.end.output_tokens is None else self.end.output_tokens
+
+    @property
+    def longest_gap_s(self) -> float | None:
+        return max(self.gaps_s, default=None)
 
     @property
     def ttft_s(self) -> float | None:
@@ -202,17 +206,21 @@ class _Sender:
     async def send(self, number: int, due_s: float) -> None:
         shot = Shot(number, self._prompts[number % len(self._prompts)], self.load)
         answer = Answer(number, due_s, self.now())
+        gaps: list[float] = []
         try:
             async with asyncio.timeout(self.load.timeout_s):
                 async for event in self._target.send(shot):
-                    answer = _after(answer, event, self.now())
+                    now = self.now()
+                    if isinstance(event, Arrived) and answer.last_s is not None:
+                        gaps.append(now - answer.last_s)
+                    answer = _after(answer, event, now)
         except TimeoutError:
             answer = replace(answer, error=f"no whole answer within {self.load.timeout_s:g} s")
         except ShotFailed as failed:
             answer = replace(answer, error=str(failed))
         if answer.error is None and answer.first_s is None:
             answer = replace(answer, error="an answer without text")
-        self.answers.append(replace(answer, over_s=self.now()))
+        self.answers.append(replace(answer, over_s=self.now(), gaps_s=tuple(gaps)))
         failed_ones = sum(each.error is not None for each in self.answers)
         of = f" of {self.load.requests}" if self.load.requests is not None else ""
         self._progress(f"{len(self.answers)}{of} answers, {failed_ones} failed, {self.now():.1f} s")
@@ -221,10 +229,8 @@ class _Sender:
 def _after(answer: Answer, event: Arrived | Ended, now_s: float) -> Answer:
     if isinstance(event, Ended):
         return replace(answer, end=event)
-    gap = now_s - answer.last_s if answer.last_s is not None else None
-    longest = max((each for each in (gap, answer.longest_gap_s) if each is not None), default=None)
     first = now_s if answer.first_s is None else answer.first_s
-    return replace(answer, first_s=first, last_s=now_s, longest_gap_s=longest, chunks=answer.chunks + 1)
+    return replace(answer, first_s=first, last_s=now_s, chunks=answer.chunks + 1)
 
 
 async def _closed(sender: _Sender) -> None:

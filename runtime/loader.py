@@ -16,9 +16,11 @@ from runtime.config import RuntimeConfig
 from runtime.drafter import DrafterConfig, DrafterMismatch, load_drafter, read_drafter_config
 from runtime.fused import FusedDrafter
 from runtime.gang_target import GangTarget
+from runtime.graph_loading import graph_rounds, rank_rounds
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import Geometry, KVCache
 from runtime.linear import choose_draft_linear, choose_linear
+from runtime.memory_plan import MemoryPlan, check_memory, scratch_slots, with_peak
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
@@ -31,11 +33,6 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 4096
 HEAD_PADDING = 1024
 """Embedding and head are padded to a multiple of at most so many rows, with or without the config saying so."""
-
-GRAPH_SCRATCH = 64
-"""Slots beyond the allocator's on a GPU, for rows that do not count: as many as a captured tree has rows."""
-MOST_GRAPHED = 32
-"""Sequences in a captured round."""
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is being done."""
@@ -64,6 +61,8 @@ class Loaded:
     """How rounds are launched and why, in words."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this pair."""
+    memory: MemoryPlan | None = None
+    """What it takes of the device's memory; None where the files did not tell, or several processes share it."""
 
     def close(self) -> None:
         """Ends what runs for the target outside of this process; memory goes with the last reference."""
@@ -137,6 +136,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         pair.dtype,
     )
     folder, drafter_config, reason = pair.drafter_path, pair.drafter_config, pair.no_drafter_reason
+    memory = check_memory(config, pair)
     try:
         progress(0.5, "loading the target")
         factory, linear = choose_linear(config.linear, dtype, device)
@@ -170,6 +170,7 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
                 threads=threads,
                 tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
                 variables=rank_variables(config.layout),
+                rounds=rank_rounds(config, pair),
             )
         target.limit_vocabulary(tokenizer.vocab_size)
     except (CheckpointError, DrafterMismatch) as refused:
@@ -183,12 +184,12 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         _drafter_geometry(drafter_config, dtype) if drafter_config else None,
         limits.kv_slots,
         device,
-        scratch=GRAPH_SCRATCH if device.type == "cuda" else 0,
+        scratch=scratch_slots(device),
     )
     digest = checkpoint.digest() if checkpoint.gguf is not None else None
     block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
     models = Models(target, drafter, cache, block_size, config.draft_noise)
-    graphs, rounds = _graphs(config, models, limits, progress)
+    graphs, rounds = graph_rounds(config, models, limits, progress)
     return Loaded(
         models=models,
         graphs=graphs,
@@ -202,31 +203,9 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         threads=threads,
         target_digest=digest,
         notes=_notes(folder, digest),
+        memory=with_peak(memory, device),
         layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
-
-
-def _graphs(
-    config: RuntimeConfig, models: Models, limits: Limits, progress: Progress
-) -> tuple[GraphRounds | None, str]:
-    """Rounds as CUDA graphs where the device, the model and the settings allow, and a line saying so or why not."""
-    stepwise = "rounds launched from the host"
-    if models.target.device.type != "cuda":
-        return None, stepwise
-    if config.attention_backend == "sdpa":
-        return None, f"{stepwise} (attention_backend = sdpa)"
-    try:
-        from runtime.gpu_graphs import GraphRounds
-        from runtime.gpu_pass import unsupported
-    except ImportError:
-        return None, f"{stepwise} (triton is not installed)"
-    why = unsupported(models)
-    if why is not None:
-        return None, f"{stepwise} ({why})"
-    positions = limits.max_seq_len + limits.slot_reserve + GRAPH_SCRATCH
-    graphs = GraphRounds(models, min(config.max_concurrency, MOST_GRAPHED), positions)
-    graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
-    return graphs, "rounds replayed as CUDA graphs"
 
 
 def _check_dimensions(checkpoint: Checkpoint) -> None:

@@ -29,7 +29,8 @@ from runtime.logs import LOGGER, log_place
 
 if TYPE_CHECKING:
     from runtime.calibrate import Calibration
-    from runtime.engine import Engine, Running, Sink
+    from runtime.engine import Engine
+    from runtime.running import Running, Sink
     from runtime.traces import TracedRound
 
 FINISH_FIRST = frozenset({"model", "max_seq_len", "kv_slots"})
@@ -254,7 +255,7 @@ class Parked:
         return running is not None and running.ticket.progress is None and self.cancel(request_id)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
-        from runtime.engine import end
+        from runtime.running import end
 
         running = self._requests.pop(request_id, None)
         if running is None:
@@ -330,10 +331,17 @@ def _differences(config: RuntimeConfig, wanted: RuntimeConfig, note: str) -> tup
 
 
 def collect() -> None:
-    """Gives back what an engine left in reference cycles, on a GPU to the driver too."""
+    """Gives back what an engine left in reference cycles, on a GPU to the driver too.
+
+    What a process keeps out of later collections once its engine is up is looked through as well, and kept out again.
+    """
     import torch
 
+    kept_out = gc.get_freeze_count() > 0
+    gc.unfreeze()
     gc.collect()
+    if kept_out:
+        gc.freeze()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

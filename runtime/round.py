@@ -27,10 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +36,15 @@ from runtime.fused import FusedDrafter
 from runtime.kv_cache import KVCache
 from runtime.noise import gumbel_rows, signed_seed
 from runtime.sampling import RowContext, choose_tokens, token_logprobs
-from runtime.sequence import OutputToken, Sequence, Speculation
+from runtime.sequence import (
+    NodeTable,
+    OutputToken,
+    Played,
+    RoundResult,
+    Sequence,
+    SequenceRound,
+    Speculation,
+)
 from runtime.stage_clock import StageClock
 from runtime.target import TargetModel
 from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree
@@ -79,73 +84,6 @@ class Models:
     @property
     def draft_horizon(self) -> int:
         return self.block_size - 1 if self.drafter is not None else 0
-
-
-Node = tuple[int, int, int, float]
-"""Token id, parent, depth and log-probability."""
-
-
-class NodeTable(Seq[Node]):
-    """Nodes as columns, int32 `[4, nodes]` with the log-probability's bits; made into rows when somebody looks."""
-
-    def __init__(self, columns: np.ndarray) -> None:
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return int(self._columns.shape[1])
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
-
-    @cached_property
-    def _rows(self) -> tuple[Node, ...]:
-        tokens, parents, depths, bits = self._columns
-        return tuple(
-            zip(
-                tokens.tolist(),
-                parents.tolist(),
-                depths.tolist(),
-                bits.view(np.float32).tolist(),
-                strict=True,
-            )
-        )
-
-    @property
-    def deepest(self) -> int:
-        return int(self._columns[2].max(initial=0))
-
-
-@dataclass(frozen=True)
-class SequenceRound:
-    """What one round gave one sequence: tokens, accepted path, and its tree."""
-
-    tokens: list[OutputToken]
-    path: tuple[int, ...]
-    nodes: Seq[Node]
-    finish: str | None
-
-    @property
-    def draft_depth(self) -> int:
-        """Deepest drafted position; 0 where nothing was drafted."""
-        if isinstance(self.nodes, NodeTable):
-            return self.nodes.deepest
-        return max(depth for _, _, depth, _ in self.nodes)
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    sequences: tuple[SequenceRound, ...]
-    nodes: int
-    stage_s: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Played:
-    """A round with the sequences it was for, and how each drafted."""
-
-    sequences: tuple[Sequence, ...]
-    speculation: tuple[Speculation, ...]
-    result: RoundResult
 
 
 @torch.inference_mode()

@@ -50,6 +50,8 @@ class Description(Frozen):
     pid: int
     speculation: str
     """"ready", or "inactive: " and the reason."""
+    memory: str | None = None
+    """What the engine takes of its device's memory, term by term, in words."""
     notes: tuple[str, ...] = ()
 
 

@@ -43,6 +43,11 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def filtered(self) -> bool:
+        """True if some tokens are never drawn from."""
+        return not self.greedy and bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
     def counts_tokens(self) -> bool:
         """True if the choice depends on which tokens came before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
@@ -162,7 +167,7 @@ def _candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
             break
         width = min(8 * width, vocab)
     keep = (
-        probs.cumsum(-1) - probs < sampling.top_p
+        probs.cumsum(-1, dtype=torch.float64) - probs < sampling.top_p
         if sampling.top_p < 1
         else torch.ones_like(probs, dtype=torch.bool)
     )
@@ -179,7 +184,7 @@ def choice_scores(logits: Tensor, sampling: Sampling, context: RowContext, noise
         return logits
     assert noise is not None
     scores = logits / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+    if sampling.filtered:
         values, ids = _candidates(scores, sampling)
         scores = torch.full_like(scores, -torch.inf).scatter(1, ids, values)
     return scores + noise
@@ -190,7 +195,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, context: RowContext, noise
 
     `noise [rows, vocab]` is the Gumbel noise of each row's position; None when greedy.
     """
-    if not sampling.greedy and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+    if sampling.filtered:
         assert noise is not None
         scores = adjust_logits(logits, sampling, context) / sampling.temperature
         values, ids = _candidates(scores, sampling)

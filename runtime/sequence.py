@@ -1,4 +1,4 @@
-"""One request while it is in the engine: its tokens, its slots and the lengths that tie them together.
+"""One request while it is in the engine (its tokens, its slots, the lengths that tie them), and a round's result.
 
 While it decodes, `len(token_ids) == committed_len + 1`: all tokens but the last, the root of the next tree, have keys
 and values. `drafter_len <= committed_len` positions have drafter keys; the features of the rest wait in `pending`.
@@ -7,8 +7,12 @@ and values. `drafter_len <= committed_len` positions have drafter keys; the feat
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,3 +115,70 @@ class Sequence:
         if self.sampling.counts_tokens:
             ids = torch.tensor([token for token in self.token_ids if token < vocab_size], device=device)
             self.counts = torch.bincount(ids, minlength=vocab_size).float()
+
+
+Node = tuple[int, int, int, float]
+"""Token id, parent, depth and log-probability."""
+
+
+class NodeTable(Seq[Node]):
+    """Nodes as columns, int32 `[4, nodes]` with the log-probability's bits; made into rows when somebody looks."""
+
+    def __init__(self, columns: np.ndarray) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return int(self._columns.shape[1])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    @cached_property
+    def _rows(self) -> tuple[Node, ...]:
+        tokens, parents, depths, bits = self._columns
+        return tuple(
+            zip(
+                tokens.tolist(),
+                parents.tolist(),
+                depths.tolist(),
+                bits.view(np.float32).tolist(),
+                strict=True,
+            )
+        )
+
+    @property
+    def deepest(self) -> int:
+        return int(self._columns[2].max(initial=0))
+
+
+@dataclass(frozen=True)
+class SequenceRound:
+    """What one round gave one sequence: tokens, accepted path, and its tree."""
+
+    tokens: list[OutputToken]
+    path: tuple[int, ...]
+    nodes: Seq[Node]
+    finish: str | None
+
+    @property
+    def draft_depth(self) -> int:
+        """Deepest drafted position; 0 where nothing was drafted."""
+        if isinstance(self.nodes, NodeTable):
+            return self.nodes.deepest
+        return max(depth for _, _, depth, _ in self.nodes)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    sequences: tuple[SequenceRound, ...]
+    nodes: int
+    stage_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A round with the sequences it was for, and how each drafted."""
+
+    sequences: tuple[Sequence, ...]
+    speculation: tuple[Speculation, ...]
+    result: RoundResult

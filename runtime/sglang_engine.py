@@ -17,7 +17,7 @@ import torch
 
 from runtime.calibrate import Calibration, prove
 from runtime.config import EFFECTS, FIXED_UNDER_SGLANG, RuntimeConfig
-from runtime.engine import Engine, Running, Sink
+from runtime.engine import Engine
 from runtime.gang_step import RemotePool
 from runtime.interface import (
     EngineLost,
@@ -30,6 +30,7 @@ from runtime.interface import (
 from runtime.kv_cache import KVCache
 from runtime.loader import Loaded, Pair, Progress
 from runtime.round import Models, SequenceRound
+from runtime.running import Running, Sink
 from runtime.sequence import OutputToken, Speculation
 from runtime.sglang_arguments import Prepared, prepare, tree_budget_of
 from runtime.sglang_host import Launch, SglangProcess, environment_folder

@@ -92,7 +92,7 @@ class TargetModel:
                 f"{len(state)} weights there; the folder is incomplete or of another model"
             )
         try:
-            model = _skeleton(architecture, self.config)
+            model = skeleton(architecture, self.config)
             rotary = type(model.model.rotary_emb)(config=self.config).to(self.device)
         except Exception as error:  # as in `hf_config`
             raise _no_such(checkpoint, architecture, error) from None
@@ -100,8 +100,7 @@ class TargetModel:
         self._add_heads(state, linear, draft_linear)
         self.decoder: Decoder
         if fuse and fusable(architecture, self.config):
-            frequencies = (rotary.inv_freq.float(), float(rotary.attention_scaling))
-            self.decoder = FusedDecoder(state, self.config, frequencies, linear, taps)
+            self.decoder = FusedDecoder(state, self.config, rotation_of(rotary), linear, taps)
         else:
             model.load_state_dict(state, strict=False, assign=True)
             model.tie_weights()
@@ -154,7 +153,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocab_size]` in float32, ids beyond the tokenizer left out."""
-        return self.decoder.head(hidden)[..., : self.vocab_size].float()
+        return _float32_of(self.decoder.head, hidden)[..., : self.vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """Argmax of `logits`, token ids `[rows]`, of `hidden [rows, hidden_size]`."""
@@ -166,12 +165,25 @@ class TargetModel:
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits as `logits`, of a drafter's hidden states; may be rounded more coarsely."""
-        head = self._draft_head or self.decoder.head
-        return head(hidden)[..., : self.vocab_size].float()
+        return _float32_of(self._draft_head or self.decoder.head, hidden)[..., : self.vocab_size]
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: Step) -> TargetOutput:
         """One pass over the rows `token_ids [rows]` at absolute `positions [rows]`."""
         return TargetOutput(*self.decoder.forward(token_ids, positions, step))
+
+
+def _float32_of(head: Linear, hidden: Tensor) -> Tensor:
+    """`head(hidden)` in float32: on a GPU as it was summed, as bfloat16 logits near 20 are 0.125 apart and tie."""
+    if (
+        hidden.is_cuda
+        and hidden.dtype == torch.bfloat16
+        and isinstance(head, PlainLinear)
+        and head.bias is None
+    ):
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        product = torch.mm(rows, head.weight.t(), out_dtype=torch.float32)
+        return product.view(*hidden.shape[:-1], -1)
+    return head(hidden).float()
 
 
 class TransformersDecoder:
@@ -203,6 +215,22 @@ class TransformersDecoder:
         return keep
 
 
+class _Outline(Checkpoint):
+    """A checkpoint whose weights are shapes alone."""
+
+    def load_state(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Tensor]:
+        architecture, config = hf_config(self)
+        state: dict[str, Tensor] = skeleton(architecture, config).state_dict()
+        if config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        return {name: value for name, value in state.items() if wanted(name)}
+
+
+def outline(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with weights of its shapes and no numbers, for a model on torch's meta device; reads no weight."""
+    return _Outline(checkpoint.name, checkpoint.path, checkpoint.config, checkpoint.eos_token_ids)
+
+
 def hf_config(checkpoint: Checkpoint) -> tuple[str, Any]:
     """The architecture's class name and its transformers configuration, with our attention function."""
     from transformers import AttentionInterface, AutoConfig
@@ -227,7 +255,13 @@ def _no_such(checkpoint: Checkpoint, architecture: str, error: Exception) -> Che
     )
 
 
-def _skeleton(architecture: str, config: Any) -> Any:
+def rotation_of(rotary: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies `[head_dim / 2]` and the scaling of a transformers rotary embedding."""
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def skeleton(architecture: str, config: Any) -> Any:
+    """The architecture's transformers class without memory."""
     import transformers
 
     with torch.device("meta"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.interface import Frozen, Mode, Runtime, RuntimeFault
-from runtime.load import Load, Prompt, RuntimeTarget, run_load
+from runtime.load import Answer, Load, LoadRun, Prompt, RuntimeTarget, run_load
 from runtime.load_report import LoadResult, Slo, conditions, summarise
 from runtime.race import Arm, Gain, Race
 
@@ -30,6 +30,9 @@ PROMPTS_PER_BLOCK = 12
 FRESH_S = 3600.0
 """Measurements older than this are not gone on with: the host may be another one by then."""
 GRACE_S, LOOK_S = 2.0, 0.05
+SLOWEST = 0.2
+"""Share of the pauses that are cut, see `undisturbed_speed`."""
+LEAST_S = 1e-9
 WORTH = 0.01
 """A setting that is faster by less than this is not worth a change."""
 
@@ -68,7 +71,7 @@ class Measurement(Frozen):
     tree_budget: int
     block: int
     value: float
-    """The objective: tok/s (latency: of one user; throughput: of all), or good answers per second."""
+    """The objective: tok/s (latency: `undisturbed_speed`; throughput: of all), or good answers per second."""
     accept_length: float | None
     time_s: float
     """Unix time."""
@@ -297,7 +300,8 @@ async def measure(runtime: Runtime, plan: TunePlan, arm: Arm | None, block: int)
         tree_budget=arm.tree_budget if arm else None,
         seed=0,
     )
-    result = summarise(await run_load(load, RuntimeTarget(runtime, plan.client), prompts), plan.slo)
+    ran = await run_load(load, RuntimeTarget(runtime, plan.client), prompts)
+    result = summarise(ran, plan.slo)
     if result.failed:
         raise RuntimeFault(f"{arm or 'what is in force'} could not be measured: {next(iter(result.errors))}")
     asked = arm or Arm("off", 0)
@@ -305,21 +309,32 @@ async def measure(runtime: Runtime, plan: TunePlan, arm: Arm | None, block: int)
         mode=asked.mode,
         tree_budget=asked.tree_budget,
         block=block,
-        value=_value(plan, result),
+        value=_value(plan, ran, result),
         accept_length=result.accept_length,
         time_s=time.time(),
     )
 
 
-def _value(plan: TunePlan, result: LoadResult) -> float:
+def _value(plan: TunePlan, ran: LoadRun, result: LoadResult) -> float:
     if plan.objective == "goodput":
         return result.goodput_per_s or 0.0
     if plan.objective == "throughput":
         return result.total_tok_s
-    if result.tpot_s is None:
+    return undisturbed_speed(ran.answers)
+
+
+def undisturbed_speed(answers: Sequence[Answer]) -> float:
+    """Tokens per second of one user after the first token, as far as the host let it.
+
+    The slowest fifth of the pauses between arrivals count as the longest of the others: a moment that another process
+    takes is longer than what settings differ by, and would decide between them. Raises RuntimeFault without pauses.
+    """
+    pauses = sorted(gap for each in answers for gap in each.gaps_s)
+    tokens = sum(each.tokens - 1 for each in answers if each.gaps_s)
+    if not pauses:
         raise RuntimeFault("answers of one token have no speed; ask for more with --max-tokens")
-    # All tokens over all time, as a user waits for them: the reciprocal of the mean time per token.
-    return 1 / result.tpot_s.mean
+    most = pauses[min(len(pauses) - 1, int(len(pauses) * (1 - SLOWEST)))]
+    return tokens / max(sum(min(each, most) for each in pauses), LEAST_S)
 
 
 def _report(

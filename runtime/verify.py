@@ -7,8 +7,10 @@ rule; more than the dtype allows is a failure whatever the gaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +202,7 @@ class Tally:
             self._taus[temperature] = near_tie_gap(engine, temperature, _prompt_ids(engine, prompt))
         at = (place.prompt, place.mode, place.tree_budget, temperature)
         tau = self._taus[temperature]
-        for position, choice, margin in judge(engine, self._plan, prompt, text, temperature):
+        for position, choice, margin in judge(engine, self._plan, prompt, text, temperature, tau):
             self._found.append(Divergence(*at, position, choice, text.token_ids[position], margin, tau))
 
     def report(self, engine: Engine, prompts: int) -> VerifyReport:
@@ -226,43 +228,105 @@ class Tally:
         )
 
 
-@torch.inference_mode()
 def judge(
-    engine: Engine, plan: VerifyPlan, prompt: dict[str, Any], text: RequestFinished, temperature: float
+    engine: Engine,
+    plan: VerifyPlan,
+    prompt: dict[str, Any],
+    text: RequestFinished,
+    temperature: float,
+    tau: float,
 ) -> list[tuple[int, int, float]]:
-    """(output token number, plain choice, margin) of every token of `text` that is not the plain choice there."""
-    ids = _prompt_ids(engine, prompt)
-    start = len(ids)
-    target = engine.models.target
-    logits = teacher_logits(engine, (*ids, *text.token_ids[:-1]), rows=32)[start - 1 :]
+    """`judge_tokens` of a text decoded under `plan` at `temperature`."""
     config = engine.config
     sampling = Sampling(temperature=temperature, top_p=config.top_p, top_k=config.top_k, seed=plan.seed)
+    return judge_tokens(engine, _prompt_ids(engine, prompt), text.token_ids, sampling, tau)
+
+
+@torch.inference_mode()
+def judge_tokens(
+    engine: Engine, prompt: tuple[int, ...], token_ids: tuple[int, ...], sampling: Sampling, tau: float
+) -> list[tuple[int, int, float]]:
+    """(number, plain choice, margin) of every token of an output that is not the plain choice there.
+
+    The output is fed through the plain path; `sampling` counts no tokens and has no bias.
+    """
+    start, rows = len(prompt), len(token_ids)
+    target = engine.models.target
+    logits = teacher_logits(engine, (*prompt, *token_ids[:-1]), rows=32)[start - 1 :]
     noise = None
     if not sampling.greedy:
-        rows = len(text.token_ids)
-        noise = position_noise(plan.seed, start, rows, target.vocab_size, target.device)
-    context = RowContext(torch.arange(len(text.token_ids), device=target.device))
-    scores = choice_scores(logits, sampling, context, noise)
-    best, choice = scores.max(-1)
-    emitted = scores.gather(1, torch.tensor(text.token_ids, device=target.device).unsqueeze(1)).squeeze(1)
-    margins = (best - emitted).tolist()
-    pairs = enumerate(zip(choice.tolist(), text.token_ids, strict=True))
-    return [(i, plain, margins[i]) for i, (plain, token_id) in pairs if plain != token_id]
+        noise = position_noise(sampling.seed, start, rows, target.vocab_size, target.device)
+    choices = choice_scores(logits, sampling, _context(logits), noise).argmax(-1).tolist()
+    return [
+        (
+            i,
+            plain,
+            _margin(logits[i : i + 1], sampling, None if noise is None else noise[i : i + 1], token, tau),
+        )
+        for i, (plain, token) in enumerate(zip(choices, token_ids, strict=True))
+        if plain != token
+    ]
+
+
+def _context(logits: Tensor) -> RowContext:
+    return RowContext(torch.arange(len(logits), device=logits.device))
+
+
+def _margin(logits: Tensor, sampling: Sampling, noise: Tensor | None, token: int, tau: float) -> float:
+    """The best score less that of `token` in the row `logits [1, vocab]`; infinite for a token no filter may keep.
+
+    Scores within `tau` move what a filter keeps: a token near the k-th largest score, or near the mass of top_p, which
+    moves by up to 2 * tau * p * (1 - p). `token` may be one that the widest filters keep, and it is compared with the
+    best that even the narrowest keep.
+    """
+    if not sampling.filtered:
+        scores = choice_scores(logits, sampling, _context(logits), noise)[0]
+        return float(scores.max() - scores[token])
+    values = logits[0] / sampling.temperature
+
+    def kept(slack: float) -> Tensor:
+        """Scores under filters that keep more by `slack`, or less where it is negative."""
+        count = sampling.top_k
+        if 0 < count < len(values):
+            count = max(1, int((values >= values.topk(count).values[-1] - slack).sum()))
+        mass = sampling.top_p + 2 * slack * sampling.top_p * (1 - sampling.top_p)
+        floor = min(1.0, sampling.min_p * math.exp(-slack))
+        moved = replace(sampling, top_k=count, top_p=min(1.0, max(1e-9, mass)), min_p=floor)
+        return choice_scores(logits, moved, _context(logits), noise)[0]
+
+    return float(kept(-tau).max() - kept(tau)[token])
 
 
 def teacher_logits(engine: Engine, token_ids: tuple[int, ...], rows: int) -> Tensor:
     """Logits `[tokens, vocab]` (float32) after each of `token_ids`, computed `rows` at a time over free slots."""
-    cache = engine.models.cache
-    engine.scheduler.drop_prefixes()
-    extent = cache.allocate(len(token_ids))
-    if extent is None:
-        raise RuntimeError("verification needs an idle engine")
-    try:
+    with _free_slots(engine, len(token_ids)) as extent:
         return torch.cat(
             [_chunk_logits(engine, extent, token_ids, at, rows) for at in range(0, len(token_ids), rows)]
         )
+
+
+@contextmanager
+def _free_slots(engine: Engine, count: int) -> Iterator[Extent]:
+    cache = engine.models.cache
+    engine.scheduler.drop_prefixes()
+    extent = cache.allocate(count)
+    if extent is None:
+        raise RuntimeError("verification needs an idle engine")
+    try:
+        yield extent
     finally:
         cache.free(extent)
+
+
+def _single_rows(engine: Engine, token_ids: tuple[int, ...]) -> Tensor:
+    """Logits as `teacher_logits`, one row at a time and as the engine decodes: by captured rounds where it has them."""
+    graphs = engine.loaded.graphs
+    if graphs is not None:
+        with _free_slots(engine, len(token_ids)) as extent:
+            found = graphs.row_logits(token_ids, extent.start)
+        if found is not None:
+            return found
+    return teacher_logits(engine, token_ids, 1)
 
 
 def _chunk_logits(engine: Engine, extent: Extent, token_ids: tuple[int, ...], at: int, rows: int) -> Tensor:
@@ -280,14 +344,13 @@ def near_tie_gap(engine: Engine, temperature: float, token_ids: tuple[int, ...])
     """The largest score gap that counts as a near-tie (tau).
 
     float32: 1e-3 / max(T, 0.1). Other dtypes: twice the 99.9th percentile of the logit differences between the same
-    positions computed one row at a time and 32 rows at a time, divided by T.
+    positions computed one row at a time, by captured rounds where the engine has them, and 32 rows at a time on the
+    plain path, divided by T.
     """
     if engine.models.target.dtype == torch.float32:
         return 1e-3 / max(temperature, 0.1)
     sample = token_ids[:96]
-    gaps = (
-        (teacher_logits(engine, sample, 1) - teacher_logits(engine, sample, 32)).abs().flatten().sort().values
-    )
+    gaps = (_single_rows(engine, sample) - teacher_logits(engine, sample, 32)).abs().flatten().sort().values
     return 2 * float(gaps[int(0.999 * (len(gaps) - 1))]) / (temperature if temperature >= 1e-4 else 1.0)
 
 

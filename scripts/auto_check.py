@@ -4,11 +4,13 @@ Two kinds of trace: mixed (kinds of text, temperatures, one and four users), and
 back. All fixed settings run once each; the fastest two then run beside auto on five traces of other prompts, in turn.
 On the mixed traces the lower 95 % bound of auto's speed against the best fixed setting must be above -3 %, where the
 load changes above 0 against both. The machine has to be idle. Exits 1 if a bound is not kept, 3 where the machine is
-busy. Stopped, it goes on with the same command.
+busy. Stopped, it goes on with the same command. With --gpu the mixed traces have 1, 8 and 32 users throughout and
+longer answers, and every size of round is captured before anything counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import statistics
@@ -28,7 +30,7 @@ from runtime.race import Arm, student
 PAIRS = 5
 PAIRED = 2
 """So many fixed settings run beside auto."""
-TOKENS = 32
+TOKENS, GPU_TOKENS = 32, 128
 FIXED = (
     Arm("off", 0),
     Arm("chain", 0),
@@ -37,7 +39,6 @@ FIXED = (
     Arm("tree", 11),
     Arm("tree", 15),
 )
-CONFIG = RuntimeConfig(mode="auto", max_concurrency=32, max_seq_len=512, baseline_interval=0)
 SHORT = 48
 """So many of the shortest prompts: what is compared is decoding, and prefill is the same for all."""
 
@@ -56,13 +57,23 @@ class Kind:
     name: str
     phases: tuple[Phase, ...]
     bound: float
+    every_rival: bool = False
+    """Whether the bound is for every rival, not for the best one alone."""
 
 
 MIXED = Kind("mixed", (Phase(1, 4, 0.0), Phase(1, 4, 0.7), Phase(4, 8, 0.0)), -0.03)
-CHANGING = Kind("1 to 32 to 1", (Phase(1, 3, 0.0), Phase(32, 32, 0.0), Phase(1, 3, 0.0)), 0.0)
+CHANGING = Kind(
+    "1 to 32 to 1", (Phase(1, 3, 0.0), Phase(32, 32, 0.0), Phase(1, 3, 0.0)), 0.0, every_rival=True
+)
+ON_GPU = (
+    Kind("mixed, 1 user", (Phase(1, 12, 0.0), Phase(1, 12, 0.7)), -0.03),
+    Kind("mixed, 8 users", (Phase(8, 48, 0.0), Phase(8, 48, 0.7)), -0.03),
+    Kind("mixed, 32 users", (Phase(32, 96, 0.0), Phase(32, 96, 0.7)), -0.03),
+    Kind("1 to 32 to 1", (Phase(1, 12, 0.0), Phase(32, 128, 0.0), Phase(1, 12, 0.0)), 0.0, every_rival=True),
+)
 
 
-async def seconds(runtime: LocalRuntime, kind: Kind, arm: Arm | None, seed: int) -> float:
+async def seconds(runtime: LocalRuntime, kind: Kind, arm: Arm | None, seed: int, tokens: int) -> float:
     """How long a trace takes with one setting; None: with auto."""
     prompts = sorted(mixed_prompts(32), key=lambda each: len(str(each)))[:SHORT]
     drawn: list[Prompt] = random.Random(seed).choices(prompts, k=sum(phase.requests for phase in kind.phases))
@@ -73,7 +84,7 @@ async def seconds(runtime: LocalRuntime, kind: Kind, arm: Arm | None, seed: int)
             concurrency=phase.users,
             requests=phase.requests,
             warm_up=0,
-            max_tokens=TOKENS,
+            max_tokens=tokens,
             ignore_eos=True,
             temperature=phase.temperature,
             mode=arm.mode if arm else None,
@@ -88,37 +99,37 @@ async def seconds(runtime: LocalRuntime, kind: Kind, arm: Arm | None, seed: int)
     return total
 
 
-async def screened(runtime: LocalRuntime, kept: KeptRuns, kind: Kind) -> dict[Arm, float]:
+async def screened(runtime: LocalRuntime, kept: KeptRuns, kind: Kind, tokens: int) -> dict[Arm, float]:
     """Seconds of every fixed setting on one trace."""
     found = {}
     for arm in FIXED:
         name = f"{kind.name}, {arm}, once"
         if kept.get(name) is None:
-            kept.put(name, await seconds(runtime, kind, arm, 0))
+            kept.put(name, await seconds(runtime, kind, arm, 0, tokens))
         found[arm] = float(kept.get(name))
         tell(f"{name}: {found[arm]:.1f} s")
     return found
 
 
 async def paired(
-    runtime: LocalRuntime, kept: KeptRuns, kind: Kind, rivals: Sequence[Arm], number: int
+    runtime: LocalRuntime, kept: KeptRuns, kind: Kind, rivals: Sequence[Arm], number: int, tokens: int
 ) -> dict[str, float]:
     """Seconds of auto and of the rivals on one trace; kept once all of them have run."""
     name = f"{kind.name}, pair {number}, {', '.join(map(str, rivals))}"
     if kept.get(name) is None:
         arms: list[Arm | None] = [None, *rivals]
         turned = [arms[(at + number) % len(arms)] for at in range(len(arms))]
-        found = {str(arm or "auto"): await seconds(runtime, kind, arm, number) for arm in turned}
+        found = {str(arm or "auto"): await seconds(runtime, kind, arm, number, tokens) for arm in turned}
         kept.put(name, found)
         tell(f"{name}: {_words(found)}; auto plays {(await runtime.status()).auto}")
     return dict(kept.get(name))
 
 
-async def judged(runtime: LocalRuntime, kept: KeptRuns, kind: Kind) -> dict[str, Any]:
-    once = await screened(runtime, kept, kind)
+async def judged(runtime: LocalRuntime, kept: KeptRuns, kind: Kind, tokens: int) -> dict[str, Any]:
+    once = await screened(runtime, kept, kind, tokens)
     rivals = sorted(once, key=once.__getitem__)[:PAIRED]
-    await seconds(runtime, kind, None, 0)  # auto learns what this load costs, as a server would have
-    pairs = [await paired(runtime, kept, kind, rivals, number) for number in range(1, PAIRS + 1)]
+    await seconds(runtime, kind, None, 0, tokens)  # auto learns what this load costs, as a server would have
+    pairs = [await paired(runtime, kept, kind, rivals, number, tokens) for number in range(1, PAIRS + 1)]
     gains = {}
     for rival in rivals:
         logs = [math.log(pair[str(rival)] / pair["auto"]) for pair in pairs]
@@ -128,7 +139,7 @@ async def judged(runtime: LocalRuntime, kept: KeptRuns, kind: Kind) -> dict[str,
             "lower_95": math.expm1(mean - student(0.95, len(logs) - 1) * error),
         }
     best = min(gains, key=lambda name: sum(pair[name] for pair in pairs))
-    counted = [best] if kind is MIXED else list(gains)
+    counted = list(gains) if kind.every_rival else [best]
     passed = all(gains[name]["lower_95"] > kind.bound for name in counted)
     for name, gain in gains.items():
         verdict = "    " if name not in counted else "ok  " if gain["lower_95"] > kind.bound else "FAIL"
@@ -148,14 +159,24 @@ async def judged(runtime: LocalRuntime, kept: KeptRuns, kind: Kind) -> dict[str,
     }
 
 
-async def check(fresh: bool) -> dict[str, Any]:
-    kept = KeptRuns("auto", {"config": CONFIG.model_dump(), "tokens": TOKENS, "short": SHORT}, fresh)
+async def check(given: argparse.Namespace) -> dict[str, Any]:
+    kinds, tokens = (ON_GPU, GPU_TOKENS) if given.gpu else ((MIXED, CHANGING), TOKENS)
+    config = RuntimeConfig(
+        model=given.model, drafter=given.drafter, device="cuda" if given.gpu else "auto",
+        mode="auto", max_concurrency=32, max_seq_len=512, baseline_interval=0,
+    )  # fmt: skip
+    kept = KeptRuns("auto", {"config": config.model_dump(), "tokens": tokens, "short": SHORT}, given.fresh)
     tell(f"measurements are kept in {kept.file}")
-    runtime = LocalRuntime(CONFIG)
+    runtime = LocalRuntime(config)
     try:
         await runtime.wait_ready()
         about = await runtime.describe()
-        results = [await judged(runtime, kept, kind) for kind in (MIXED, CHANGING)]
+        if given.gpu:
+            for kind in kinds:
+                for arm in (*FIXED, None):
+                    await seconds(runtime, kind, arm, 0, tokens)
+            tell("every size of round is captured")
+        results = [await judged(runtime, kept, kind, tokens) for kind in kinds]
     finally:
         await runtime.aclose()
     names = ("target", "drafter", "host", "device", "dtype", "threads", "linear")
@@ -164,7 +185,7 @@ async def check(fresh: bool) -> dict[str, Any]:
         "check": "auto",
         "passed": all(each["passed"] for each in results),
         "results": results,
-        "conditions": {name: getattr(about, name) for name in names} | {"max_tokens": TOKENS, "pairs": PAIRS},
+        "conditions": {name: getattr(about, name) for name in names} | {"max_tokens": tokens, "pairs": PAIRS},
     }
 
 
@@ -174,5 +195,13 @@ def _words(found: dict[str, float]) -> str:
     )
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", action="store_true", help="the longer traces, on the first GPU")
+    parser.add_argument("--model", default=RuntimeConfig().model, help="the default model, or its file")
+    parser.add_argument(
+        "--drafter", help="the drafter's folder; the shipped one is found by the model's name"
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(judge("Auto mode against fixed settings on the default model.", check))
+    sys.exit(judge("Auto mode against fixed settings on the default model.", check, options))

@@ -3,10 +3,11 @@
     python scripts/console_load.py [--seconds 30] [--keys 200] [--pairs 8] [--size 120x40] [--model NAME_OR_FOLDER]
 
 Eight simulated GPUs are sampled ten times a second. First the engine idles, its baselines measured; then it decodes
-without a pause. A key's answer is the time from its byte until what it paints is there. The console's CPU is that of
-its own thread, as a share of one core. Then the same answer is decoded in turn under the console and by the same
-runtime without one (the other process is stopped meanwhile), `--pairs` times. Only on a machine with nothing else to
-do are the figures worth anything.
+without a pause. A key's answer is the time from its byte until what it paints is there; the keys go through all
+screens in turn, 20 to 200 ms after the answer before, whatever is still to be drawn then. The console's CPU is that of
+its own thread, as a share of one core, and for a key all that it used until the next one, so with a part of its tick.
+Then the same answer is decoded in turn under the console and by the same runtime without one (the other process is
+stopped meanwhile), `--pairs` times. Only on a machine with nothing else to do are the figures worth anything.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SAMPLES_A_SECOND = 10
 GPUS = 8
 TICKS = os.sysconf("SC_CLK_TCK")
-SCREENS = ((b"8", b"[8 Log]"), (b"1", b"[1 Live]"))
+SCREENS = ("Live", "Tree", "Prompt", "Controls", "Snapshots", "Layouts", "Bench", "Log")
 
 
 def child(model: str | None, answers: Path, headless: bool) -> None:
@@ -161,17 +162,28 @@ def measure(pid: int, screen: Screen, seconds: float) -> dict[str, float]:
     }
 
 
-def latencies(screen: Screen, keys: int) -> list[float]:
-    taken = []
-    for number in range(keys):
-        key, marker = SCREENS[number % 2]
+def press_keys(pid: int, screen: Screen, keys: int) -> dict[str, object]:
+    """Milliseconds until the answers to `keys` keys, each for the next screen; the medians by screen as well."""
+    taken: dict[str, list[float]] = {name: [] for name in SCREENS}
+    before = thread_seconds(pid)["console"]
+    for key in range(1, keys + 1):
+        number = key % len(SCREENS) + 1
+        name = SCREENS[number - 1]
         screen.drain(random.uniform(0.02, 0.2))
-        screen.press(key)
-        took = screen.until(marker, 10.0)
+        screen.press(str(number).encode())
+        took = screen.until(f"[{number} {name}]".encode(), 10.0)
         if took is None:
-            sys.exit(f"key {key!r} was not answered within 10 s")
-        taken.append(took)
-    return sorted(taken)
+            sys.exit(f"key {number} was not answered within 10 s")
+        taken[name].append(took)
+    screen.drain(0.2)
+    every = sorted(took for each in taken.values() for took in each)
+    return {
+        "p50": at(every, 0.5),
+        "p99": at(every, 0.99),
+        "max": at(every, 1.0),
+        "p50_by_screen": {name: at(sorted(each), 0.5) for name, each in taken.items() if each},
+        "console_cpu_per_key": round((thread_seconds(pid)["console"] - before) / keys * 1000, 1),
+    }
 
 
 class Alternating:
@@ -233,7 +245,8 @@ def main() -> None:
 
 def run(given: argparse.Namespace, folder: Path) -> None:
     """Starts the console and, for the comparison, its runtime alone; prints the result as JSON."""
-    os.environ["XDG_STATE_HOME"] = str(folder)  # a console opens on the screen that was left last
+    # A console opens on the screen that was left last, and reads the host's own snapshots.
+    os.environ |= {"XDG_STATE_HOME": str(folder), "XDG_DATA_HOME": str(folder / "data")}
     pid, fd = pty.fork()
     if pid == 0:
         child(given.model, folder / "console", headless=False)
@@ -256,13 +269,11 @@ def run(given: argparse.Namespace, folder: Path) -> None:
         result: dict[str, object] = {"size": given.size, "idle": measure(pid, screen, given.seconds)}
         if compared is not None:
             result["decoding_tok_s"] = compared
-        taken = latencies(screen, given.keys)
-        result["key_ms_idle"] = {"p50": at(taken, 0.5), "p99": at(taken, 0.99), "max": at(taken, 1.0)}
+        result["key_ms_idle"] = press_keys(pid, screen, given.keys)
         os.kill(pid, signal.SIGUSR2)
         screen.drain(10.0)
         result["decoding"] = measure(pid, screen, given.seconds)
-        taken = latencies(screen, given.keys)
-        result["key_ms_decoding"] = {"p50": at(taken, 0.5), "p99": at(taken, 0.99), "max": at(taken, 1.0)}
+        result["key_ms_decoding"] = press_keys(pid, screen, given.keys)
         print(json.dumps(result, indent=2))
     finally:
         os.kill(headless, signal.SIGKILL)

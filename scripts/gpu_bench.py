@@ -5,6 +5,8 @@
 Each group of cells (set, temperature, concurrency) is measured with all its arms in turn, five times over, the first
 dropped; its cells are then written, so that a run which is cut short keeps what it has. tok/s is all tokens of the
 group over the time from the first submission to the last token. `--profile` counts launches and waits of a round.
+`--gaps CHUNK ...` measures, instead of the groups, how long four running requests wait between rounds while a prompt of
+7,600 tokens is computed, with each `prefill_chunk`; `gpu_steps.py --gaps` does so for an 8B model's dimensions.
 """
 
 from __future__ import annotations
@@ -13,17 +15,16 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import triton
+from decoding import decode, gaps, numbered
 
 from runtime.config import validate
 from runtime.engine import Engine
-from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
+from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
 from runtime.loader import load
 from runtime.prompt_sets import read_prompts
 
@@ -37,52 +38,47 @@ REPEATS = 5
 class Taken:
     """One pass of one arm over the prompts."""
 
-    seconds: float = 0.0
-    tokens: int = 0
-    rounds: int = 0
-    sequence_rounds: int = 0
-    decoded: int = 0
-    round_s: float = 0.0
-    speeds: list[float] = field(default_factory=list)
-    texts: list[tuple[int, ...]] = field(default_factory=list)
+    ends: list[RequestFinished]
+    seconds: float
+    rounds: int
+    round_s: float
+    steps: list[tuple[float, int]]
+    """Seconds and tokens of each step that decoded a round and prefilled nothing."""
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        return [end.token_ids for end in self.ends]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def decoded(self) -> int:
+        return self.tokens - len(self.ends)
+
+    @property
+    def sequence_rounds(self) -> int:
+        return sum(end.stats.rounds for end in self.ends)
 
 
 def take(
     engine: Engine, prompts: list[dict[str, Any]], arm: Arm, temperature: float, concurrency: int, tokens: int
 ) -> Taken:
     """Decodes all prompts, `concurrency` at a time; seeds are the prompts' numbers."""
-    taken = Taken(texts=[()] * len(prompts))
-    flying = 0
+    rounds: list[float] = []
+    steps: list[tuple[float, int]] = []
 
-    def sink(event: object) -> None:
-        nonlocal flying
-        if isinstance(event, RequestFinished):
-            flying -= 1
-            taken.tokens += len(event.token_ids)
-            taken.texts[int(event.request_id[1:])] = event.token_ids
-            taken.decoded += len(event.token_ids) - 1
-            taken.sequence_rounds += event.stats.rounds
-            taken.speeds.append(event.stats.tok_s or 0.0)
+    def count(stats: RoundStats, seconds: float) -> None:
+        rounds.append(sum(stats.stage_s))
+        if not stats.prefill_tokens:
+            steps.append((seconds, stats.emitted))
 
-    waiting = list(enumerate(prompts))
+    requests = numbered(prompts, mode=arm[0], budget=arm[1], temperature=temperature, tokens=tokens)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    began = time.perf_counter()
-    while waiting or flying:
-        while waiting and flying < concurrency:
-            number, prompt = waiting.pop(0)
-            request = GenerateRequest(
-                **prompt, request_id=f"p{number}", mode=arm[0], tree_budget=arm[1] or None, reuse_prefix=False,
-                sampling=SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, top_k=0, top_p=1.0),
-            )  # fmt: skip
-            flying += 1
-            engine.submit(request, sink)
-        stats = engine.step()
-        if stats is not None:
-            taken.rounds += 1
-            taken.round_s += sum(stats.stage_s)
-    taken.seconds = time.perf_counter() - began
-    return taken
+    ends, seconds = decode(engine, requests, concurrency, count)
+    return Taken(ends, seconds, len(rounds), sum(rounds), steps)
 
 
 def group(
@@ -97,16 +93,17 @@ def group(
             if repeat or repeats == 1:
                 kept[arm].append(taken)
     plain = kept[arms[0]]
+    texts = plain[-1].texts
     for arm, runs in kept.items():
         speeds = [run.tokens / run.seconds for run in runs]
         wins = sum(
-            statistics.median(run.speeds[i] for run in runs)
-            > statistics.median(run.speeds[i] for run in plain)
+            statistics.median(run.ends[i].stats.tok_s or 0.0 for run in runs)
+            > statistics.median(run.ends[i].stats.tok_s or 0.0 for run in plain)
             for i in range(len(prompts))
         )
         shared = sum(
             next((at for at, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
-            for x, y in zip(runs[-1].texts, plain[-1].texts, strict=True)
+            for x, y in zip(runs[-1].texts, texts, strict=True)
         )
         cell = {
             "system": "ddtree", "set": name, "mode": arm[0], "tree_budget": arm[1], "temperature": temperature,
@@ -116,7 +113,7 @@ def group(
             "rounds": sum(r.rounds for r in runs) // len(runs),
             "accept_length": round(sum(r.decoded for r in runs) / sum(r.sequence_rounds for r in runs), 3),
             "prompts": len(prompts), "tokens": tokens, "repeats": len(runs), "n": len(prompts) * len(runs),
-            "prompts_faster_than_off": wins, "tokens_as_off_before_parting": [shared, sum(map(len, plain[-1].texts))],
+            "prompts_faster_than_off": wins, "tokens_as_off_before_parting": [shared, sum(map(len, texts))],
             **about,
         }  # fmt: skip
         print(json.dumps({k: v for k, v in cell.items() if k not in about}), flush=True)
@@ -150,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sets", nargs="+", type=Path)
+    parser.add_argument("sets", nargs="*", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -158,14 +155,18 @@ def main() -> None:
         "--until", type=float, default=480.0, help="starts no new group after so many seconds"
     )
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--gaps", nargs="*", type=int, default=[], metavar="CHUNK")
     parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
     args = parser.parse_args()
+    import transformers
+    import triton
+
     began = time.perf_counter()
     config = validate(
         {
             "model": args.model, "drafter": args.drafter, "device": "cuda", "dtype": "bfloat16",
-            "max_concurrency": 32, "max_seq_len": 1024, "kv_slots": 40_000, "prefill_chunk": 2048,
-            "max_queue": 10_000, "prefix_reuse": False, "max_tree_budget": 63,
+            "max_concurrency": 32, "max_seq_len": 8192 if args.gaps else 1024, "kv_slots": 50_000,
+            "prefill_chunk": 2048, "max_queue": 10_000, "prefix_reuse": False, "max_tree_budget": 63,
         }
     )  # fmt: skip
     loaded = load(config)
@@ -187,6 +188,14 @@ def main() -> None:
             calls = {"profile": profile_rounds(engine, next(iter(sets.values()))[0])}
             print(json.dumps(calls), flush=True)
             print(json.dumps(calls), file=out, flush=True)
+        for chunk in args.gaps:
+            engine.config = engine.config.changed({"prefill_chunk": chunk})
+            for mode, budget in (("off", 0), ("tree", 31)):
+                cell = {"shape": "default pair", **gaps(engine, 7600, mode, budget, 12), **about}
+                print(json.dumps(cell), flush=True)
+                print(json.dumps(cell), file=out, flush=True)
+        if args.gaps:
+            return
         plan: list[tuple[str, float]] = [(step, t) for t in (0.0, 1.0) for step in args.steps]
         for step, temperature in plan:
             for name, prompts in sets.items():
@@ -200,8 +209,9 @@ def main() -> None:
                 else:
                     some, arms, at, tokens, repeats = prompts[:64], FEW, int(step), 128, REPEATS
                 group(engine, name, some, arms, temperature, at, tokens, repeats, about, out)
-        print(f"graphs {loaded.graphs.captured if loaded.graphs else 0}, "
-              f"capture {loaded.graphs.capture_s if loaded.graphs else 0:.1f} s, "
+        print(f"graphs {loaded.graphs.device.captured if loaded.graphs else 0}, "
+              f"capture {loaded.graphs.device.capture_s if loaded.graphs else 0:.1f} s, "
+              f"memory {loaded.memory.words if loaded.memory else 'n/a'}, "
               f"peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)  # fmt: skip
 
 

@@ -1,10 +1,13 @@
 """What a round costs on this GPU, without any model file: weights are random, of the dimensions asked for.
 
     python scripts/gpu_steps.py --out FILE.jsonl [--shapes default 8b] [--contexts 1024 16384] [--batches 1 8]
+    python scripts/gpu_steps.py --out FILE.jsonl --shapes 8b --gaps 256 512 1024 [--prompt-tokens 8192]
 
 One JSON line a cell, flushed at once: milliseconds of a whole round (median of replays, one by one) for each tree size,
 kernels in it, the floor by bytes (target weights without the embedding table, read once, and the keys and values read,
-over device copy bandwidth measured here, reads and writes counted) and the ratio to it.
+over device copy bandwidth measured here, reads and writes counted) and the ratio to it. With `--filtered` the rounds
+sample under top-k, top-p and min-p. `--gaps CHUNK ...` measures instead how long four running requests wait between
+rounds while a long prompt is computed, with each `prefill_chunk`.
 """
 
 from __future__ import annotations
@@ -19,17 +22,27 @@ from typing import Any
 import torch
 import transformers
 import triton
+from decoding import gaps
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as tokenizer_models
 
+from runtime.admission import Limits
+from runtime.config import RuntimeConfig, validate
 from runtime.drafter import Drafter, DrafterConfig
+from runtime.engine import Engine
 from runtime.fused import FusedDrafter
+from runtime.gpu_device import RoundDevice
+from runtime.gpu_graphs import GraphRounds
 from runtime.gpu_pass import MOST_ROWS
 from runtime.gpu_round import GpuRound, Shape
 from runtime.kv_cache import Geometry, KVCache
+from runtime.loader import Loaded
 from runtime.models import Checkpoint
 from runtime.round import Models
 from runtime.target import TargetModel
+from runtime.tokenizer import ChatTokenizer
 
-GPU = torch.device("cuda")
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REPLAYS = 40
 
 
@@ -56,7 +69,9 @@ DEFAULT = Dimensions("LlamaForCausalLM", "llama", 576, 1536, 30, 9, 3, 64, 49152
 LARGE = Dimensions(
     "Qwen3ForCausalLM", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False, 16, (1, 9, 17, 25, 33), 5
 )
-SHAPES = {"default": DEFAULT, "8b": LARGE}
+TINY = Dimensions("LlamaForCausalLM", "llama", 64, 96, 2, 2, 1, 16, 288, True, 4, (0, 1), 1)
+"""For a dry run of `--gaps` without a GPU, with rounds launched from the host."""
+SHAPES = {"default": DEFAULT, "8b": LARGE, "tiny": TINY}
 
 
 class RandomCheckpoint(Checkpoint):
@@ -114,6 +129,46 @@ def make_models(size: Dimensions, slots: int, dtype: torch.dtype = torch.bfloat1
     return Models(target, FusedDrafter(drafter, type(target.decoder.head)), cache, size.block)
 
 
+def make_engine(size: Dimensions, positions: int, running: int) -> Engine:
+    """An engine over a random pair with `running` sequences of `positions` tokens at once; its text means nothing."""
+    budget = 31 if GPU.type == "cuda" else 7
+    reserve = budget + 1
+    slots = (running + 1) * (positions + reserve)
+    models = make_models(size, slots, torch.bfloat16 if GPU.type == "cuda" else torch.float32)
+    words = [f"w{i}" for i in range(size.vocab)]
+    tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(words)}, "w0"))
+    tokenizer.decoder = decoders.ByteLevel()
+    graphs = None
+    if GPU.type == "cuda":
+        device = RoundDevice(models, running + 1, positions + reserve + MOST_ROWS)
+        graphs = GraphRounds(models, device, running + 1)
+        graphs.prepare(lambda _share: None)
+    loaded = Loaded(
+        models=models, graphs=graphs, rounds="rounds replayed as CUDA graphs" if graphs else "launched from the host",
+        checkpoint=Checkpoint("random", Path("random"), {"vocab_size": size.vocab}, (0,)),
+        tokenizer=ChatTokenizer(tokenizer, None, {}, False, frozenset(), tuple(word.encode() for word in words)),
+        limits=Limits(positions, budget, slots, reserve, size.vocab, frozenset()),
+        drafter_path=None, no_drafter_reason=None, linear="plain", threads=1, target_digest=None,
+    )  # fmt: skip
+    config: RuntimeConfig = validate(
+        {"max_concurrency": running + 1, "prefix_reuse": False, "max_seq_len": positions}
+    )
+    return Engine(loaded, config, budget)
+
+
+def measure_gaps(
+    name: str, chunks: list[int], prompt_tokens: int, passes: int, out: Any, about: dict[str, str]
+) -> None:
+    """Cells of one pair of dimensions: gaps between rounds of running requests beside a prompt."""
+    engine = make_engine(SHAPES[name], max(2 * prompt_tokens, 4096), 4)
+    for chunk in chunks:
+        engine.config = engine.config.changed({"prefill_chunk": chunk})
+        for mode, budget in (("off", 0), ("tree", engine.default_budget)):
+            cell = {"shape": name, **gaps(engine, prompt_tokens, mode, budget, passes), **about}
+            print(json.dumps(cell), flush=True)
+            print(json.dumps(cell), file=out, flush=True)
+
+
 def copy_bandwidth() -> float:
     """Device-to-device copy, bytes per second, reads and writes counted."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device=GPU)
@@ -154,6 +209,7 @@ def set_state(round_: GpuRound, batch: int, context: int, budget: int, stride: i
     round_.budget[:batch] = budget
     round_.active[:batch] = 1
     round_.block_rows[:batch] = round_.block
+    round_.top_k[:batch] = 50
     round_.stops.fill_(-1)
 
 
@@ -173,8 +229,9 @@ def kernels_of(call: Any) -> dict[str, int]:
 
 
 def measure(
-    name: str, contexts: list[int], sizes: list[int], out: Any, rows_list: list[int], noisy: bool
-) -> None:
+    name: str, contexts: list[int], sizes: list[int], out: Any, rows_list: list[int], noisy: bool, filtered: bool,
+    about: dict[str, str],
+) -> None:  # fmt: skip
     """Cells of one pair of dimensions."""
     size = SHAPES[name]
     bandwidth = copy_bandwidth()
@@ -182,14 +239,15 @@ def measure(
     stride = longest + 1024
     models = make_models(size, most_batch * stride)
     round_ = GpuRound(models, most_batch, stride + MOST_ROWS, timed=True)
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     with torch.inference_mode():
         for batch in sizes:
             for context in contexts:
                 for rows in rows_list:
                     for context_kept in (True, False) if rows == 1 else (True,):
-                        shape = Shape(batch, rows, noisy=noisy, shared=noisy, context=context_kept)
+                        shape = Shape(batch, rows, noisy, noisy and rows > 1, context_kept, filtered)
                         round_.temperature.fill_(1.0 if noisy else 0.0)
+                        round_.top_p.fill_(0.9)
+                        round_.min_p.fill_(0.02)
                         set_state(round_, batch, context, rows - 1, stride)
                         round_.enqueue(shape)
                         graph = torch.cuda.CUDAGraph()
@@ -208,6 +266,7 @@ def measure(
                         )
                         cell = {
                             "shape": name, "batch": batch, "context": context, "rows": rows, "noisy": noisy,
+                            "filtered": filtered,
                             "context_kept": context_kept, "ms_round": round(statistics.median(milliseconds), 4),
                             "ms_low": round(min(milliseconds), 4), "ms_high": round(max(milliseconds), 4),
                             "stage_us": [round((b - a) / 1e3, 1) for a, b in zip(marks, marks[1:], strict=False)],
@@ -231,10 +290,20 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64])
     parser.add_argument("--noisy", action="store_true")
+    parser.add_argument("--filtered", action="store_true")
+    parser.add_argument("--gaps", nargs="*", type=int, default=[], metavar="CHUNK")
+    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--passes", type=int, default=10)
     args = parser.parse_args()
+    noisy = args.noisy or args.filtered
+    gpu = torch.cuda.get_device_name() if GPU.type == "cuda" else "none"
+    about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
     with args.out.open("a") as out:
         for name in args.shapes:
-            measure(name, args.contexts, args.batches, out, args.rows, args.noisy)
+            if args.gaps:
+                measure_gaps(name, args.gaps, args.prompt_tokens, args.passes, out, about)
+            else:
+                measure(name, args.contexts, args.batches, out, args.rows, noisy, args.filtered, about)
             torch.cuda.empty_cache()
 
 

@@ -61,12 +61,18 @@ def tell(text: str) -> None:
     print(f"      {text}", file=sys.stderr, flush=True)
 
 
-def judge(words: str, check: Callable[[bool], Coroutine[Any, Any, dict[str, Any]]]) -> int:
+def judge(
+    words: str,
+    check: Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]],
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _parser: None,
+) -> int:
     """Runs a check as a program described by `words`: options, an idle machine, the result as JSON, the exit code.
 
-    `check` is given whether to measure everything anew. Exits with 3 where the load average is too high to measure.
+    `check` is given the options, with those of `add_options`. Exits with 3 where the load average is too high to
+    measure.
     """
     options = argparse.ArgumentParser(description=words)
+    add_options(options)
     options.add_argument(
         "--fresh", action="store_true", help="do not go on with what a stopped check measured"
     )
@@ -78,7 +84,7 @@ def judge(words: str, check: Callable[[bool], Coroutine[Any, Any, dict[str, Any]
         reason = f"load average {load:.2f} is above {IDLE_LOAD}; stop what else runs and wait a minute, or use --busy"
         print(f"not judged: {reason}", file=sys.stderr)
         return 3
-    result = asyncio.run(check(given.fresh)) | {"load_average_before": load}
+    result = asyncio.run(check(given)) | {"load_average_before": load}
     if given.output is not None:
         given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))

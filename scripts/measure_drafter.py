@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from decoding import decode, numbered
 
 from runtime.config import validate
 from runtime.engine import Engine
-from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
+from runtime.interface import RoundStats
 from runtime.loader import load
 from runtime.prompt_sets import read_prompts
 
@@ -48,41 +49,23 @@ def run_cell(
     engine: Engine, prompts: list[dict], *, mode: str, budget: int, temperature: float, tokens: int
 ) -> Cell:
     """Decodes every prompt once; seeds are the prompt's number, so settings are paired."""
-    finished: dict[str, RequestFinished] = {}
-
-    def sink(event: object) -> None:
-        if isinstance(event, RequestFinished):
-            finished[event.request_id] = event
-
-    for number, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, top_k=0, top_p=1.0)
-        request = GenerateRequest(
-            **prompt,
-            sampling=sampling,
-            mode=mode,
-            tree_budget=budget,
-            reuse_prefix=False,
-            request_id=f"p{number}",
-        )
-        engine.submit(request, sink)
     drafted = [0] * engine.models.draft_horizon
     accepted = [0] * engine.models.draft_horizon
-    start = time.perf_counter()
-    while engine.busy:
-        stats = engine.step()
-        if stats is None:
-            continue
+
+    def count(stats: RoundStats, _seconds: float) -> None:
         for length, depth in zip(stats.accept_lengths, stats.draft_depths, strict=True):
             for position in range(depth):
                 drafted[position] += 1
                 accepted[position] += length > position + 1
-    order = [finished[f"p{number}"] for number in range(len(prompts))]
+
+    requests = numbered(prompts, mode=mode, budget=budget, temperature=temperature, tokens=tokens)
+    order, seconds = decode(engine, requests, len(requests), count)
     return Cell(
         outputs=[len(event.token_ids) for event in order],
         rounds=[event.stats.rounds for event in order],
         by_position=[a / d if d else None for a, d in zip(accepted, drafted, strict=True)],
         texts=[event.token_ids for event in order],
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
     )
 
 

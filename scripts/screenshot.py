@@ -20,6 +20,7 @@ from textual.pilot import Pilot
 
 from console.app import ConsoleApp
 from console.bench_load import Load
+from console.draft_tree import accept_length
 from console.lists import List
 from console.prompt_input import PromptInput
 from runtime.config import resolve
@@ -30,7 +31,7 @@ QUESTION = "Write a Python function that checks whether a word is a palindrome, 
 LOAD_S = 300.0
 ANSWER_S = 120.0
 BENCH_S = 600.0
-TREE_BUDGET, MAX_TOKENS = 15, 200
+TREE_BUDGET, MAX_TOKENS = 16, 200
 BENCH = Load(
     modes="off,tree",
     tree_budgets=f"8,{TREE_BUDGET}",
@@ -38,6 +39,7 @@ BENCH = Load(
     max_tokens="24",
     repetitions="1",
 )
+STEPS, MANY = 40, 5
 SETTLE_S = 3.0
 """Seconds in which a screen reads its files."""
 
@@ -57,7 +59,7 @@ async def reached(pilot: Pilot[int], app: ConsoleApp, done: Callable[[], bool], 
 
 async def ask(pilot: Pilot[int], app: ConsoleApp) -> None:
     """Types the question in a conversation of its own."""
-    await pilot.press("3", "n", "i")
+    await pilot.press("3", *(("n", "y") if app.prompt.conversation.turns else ()), "i")
     app.prompt.query_one(PromptInput).insert(QUESTION)
     await pilot.press("enter")
 
@@ -91,12 +93,17 @@ async def take(runtime: Runtime, folder: Path, size: tuple[int, int]) -> list[Pa
         await ask(pilot, app)
         await reached(pilot, app, lambda: len(app.prompt.conversation.turns[-1].pieces) > 60, ANSWER_S)
         save("console-prompt.svg")
+        await pilot.press("1")
+        await pilot.pause(1.5)
+        save("console.svg")
         await pilot.press("2", "space")
         await reached(pilot, app, lambda: app.trees.shown is not None, ANSWER_S)
+        for _ in range(STEPS):  # to a round of which much was accepted
+            if accept_length(app.trees.shown) > MANY:
+                break
+            await pilot.press("left")
+        await pilot.pause(0.5)
         save("console-tree.svg")
-        await pilot.press("1")
-        await pilot.pause(1.0)
-        save("console.svg")
         await reached(pilot, app, lambda: app.prompt.conversation.open_turn is None, ANSWER_S)
         await snapshot(pilot, app, f"tree {TREE_BUDGET}: best on this host")
         app.bench.use(BENCH)

@@ -7,6 +7,7 @@ idle. Exits 1 if one does not, 3 where the machine is busy. Stopped, it goes on 
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -18,7 +19,7 @@ from runtime.config import RuntimeConfig
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import FULL_BLOCKS, Arm
-from runtime.tune import TunePlan, arms_to_try, current_setting, measure, tune
+from runtime.tune import PROMPTS_PER_BLOCK, SLOWEST, TunePlan, arms_to_try, current_setting, measure, tune
 
 TUNES = 5
 TOLERANCE = 0.03
@@ -59,8 +60,10 @@ async def tuned(runtime: LocalRuntime, kept: KeptRuns, number: int) -> dict[str,
     return dict(found)
 
 
-async def check(fresh: bool) -> dict[str, Any]:
-    kept = KeptRuns("tune", {"config": CONFIG.model_dump(), "max_tokens": PLAN.max_tokens}, fresh)
+async def check(given: argparse.Namespace) -> dict[str, Any]:
+    asked = {"prompts": list(PLAN.prompts), "per_block": PROMPTS_PER_BLOCK, "cut": SLOWEST}
+    conditions = {"config": CONFIG.model_dump(), "max_tokens": PLAN.max_tokens, **asked}
+    kept = KeptRuns("tune", conditions, given.fresh)
     tell(f"measurements are kept in {kept.file}")
     runtime = LocalRuntime(CONFIG)
     try:
@@ -83,7 +86,7 @@ async def check(fresh: bool) -> dict[str, Any]:
     finally:
         await runtime.aclose()
     print(f"      exhaustive search, tok/s: {_words(named)}; best: {best}")
-    conditions = tunes[0].pop("conditions")
+    host = tunes[0].pop("conditions")
     for each in tunes[1:]:
         each.pop("conditions")
     return {
@@ -93,7 +96,7 @@ async def check(fresh: bool) -> dict[str, Any]:
         "exhaustive_tok_s": named,
         "best": str(best),
         "tunes": tunes,
-        "conditions": conditions,
+        "conditions": host,
     }
 
 

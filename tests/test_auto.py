@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from engine_driver import MakeEngine, as_generate, ask, rounds_of, run
 from simulated_rounds import HORIZON, Costs, Phase, seconds
 
 from runtime.auto import CHAIN, PLAIN, Auto, Observed, Outcome
+from runtime.auto_play import EVERY, AutoPlay
 from runtime.interface import GenerateRequest, SamplingParams
 from runtime.race import Arm, student
+from runtime.round import RoundResult, SequenceRound
+from runtime.sequence import OutputToken, Speculation
 
 BUDGETS = (4, 7, 11, 15, 23, 31, 63)
 TREE = {budget: Arm("tree", budget) for budget in BUDGETS}
@@ -190,3 +194,30 @@ def test_auto_without_a_drafter_says_why_it_is_plain(make_engine: MakeEngine) ->
     client = ask(engine, GenerateRequest(prompt_token_ids=(60, 61), sampling=SamplingParams(max_tokens=3)))
     run(engine)
     assert client.finished.stats.mode == "off" and client.finished.stats.plain_reason
+
+
+def test_a_round_launched_ahead_is_learnt_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the round that comes back after a change is the one in flight, drafted as before the change."""
+    seen: list[Observed] = []
+    monkeypatch.setattr(Auto, "saw", lambda _self, observed: seen.append(observed))
+    loaded: Any = SimpleNamespace(
+        limits=SimpleNamespace(max_tree_budget=63),
+        no_drafter_reason=None,
+        models=SimpleNamespace(draft_horizon=HORIZON),
+        graphs=object(),
+        drafter_path=None,
+    )
+    play = AutoPlay(loaded)
+    play.choose(1)
+    usual, tried = play.speculation(), Speculation("tree", 4)
+    nodes = ((5, 0, 0, 0.0), (6, 0, 1, -0.1))
+    one = SequenceRound([OutputToken(6, True)], (0, 1), nodes, None)
+    result = RoundResult((one,), 2, (1e-4, 1e-5, 5e-4, 1e-6, 1e-5))
+    for _ in range(EVERY):
+        play.learn(result, (usual,))
+    play.learn(result, (tried,))
+    play.learn(result, (usual,))
+    play.learn(result, (Speculation("chain", HORIZON),))
+    play.learn(result, (usual, tried))
+    learnt = [observed.arm for observed in seen]
+    assert learnt == [Arm("tree", usual.tree_budget), Arm("tree", 4), CHAIN]

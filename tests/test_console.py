@@ -31,7 +31,8 @@ async def test_live_says_in_words_whether_speculation_pays_and_falls_idle():
         await driven.ask("hello")
         await driven.press("1")
         await driven.until(lambda: "speculation pays" in driven.text("#speed"), "pays")
-        assert "plain baseline 40.0 tok/s (1 request, T 0, 64 tokens" in driven.text("#speed")
+        assert "plain baseline 40.0 tok/s, chain " in driven.text("#speed")
+        assert "(1 request, T 0, 64 tokens" in driven.text("#speed")
         assert "5   0 %" in driven.text("#positions")
         assert "20 %" in driven.text("#split")
         await driven.answered()
@@ -263,3 +264,17 @@ async def test_a_read_only_console_does_not_open_the_chooser():
         await driven.press("p")
         await driven.until(lambda: "read-only" in driven.app.view.notice, "notice")
         assert not isinstance(driven.app.screen, LayoutChooser)
+
+
+async def test_a_key_that_has_no_room_in_the_footer_is_left_out_whole():
+    async with console(size=(100, 30)) as driven:
+        await driven.press("4")
+
+        def footer() -> str:
+            return driven.shown().splitlines()[-1]
+
+        await driven.until(lambda: "all keys" in footer() and "layout" in footer(), "drawn")
+        names = tuple(each.binding.description for each in driven.app.screen.active_bindings.values())
+        await driven.until(lambda: footer().partition("?")[0].rstrip().endswith(names), "no name is cut")
+        await driven.pilot.resize_terminal(160, 30)
+        await driven.until(lambda: "quit" in footer(), "those that fit are back")

@@ -129,6 +129,8 @@ async def test_a_lost_server_stands_in_the_header_with_its_time() -> None:
         )
         await driven.until(lambda: "lost since 12:34:56" in driven.text("#state"), "header")
         assert "it broke" in driven.text("#notice")
+        await driven.until(lambda: "n/a now" in driven.text("#speed"), "nothing is said to be idle")
+        assert "as last told: 0 running" in driven.text("#host") and "idle" not in driven.text("#speed")
 
 
 async def test_a_status_that_a_change_has_overtaken_is_not_shown() -> None:

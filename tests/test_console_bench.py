@@ -14,9 +14,9 @@ from textual.widgets import Input
 from console.bench_load import Load, WrongLoad
 from console.bench_results import Bench, NotABench, differing, keep, kept, read, verdict
 from console.bench_screen import BenchScreen
-from console.charts import SweepChart
 from console.dialogs import ConfirmDialog
 from console.lists import List
+from console.sweep_chart import SweepChart
 from runtime.interface import GenerateRequest
 from runtime.jobs import Outcome
 
@@ -107,7 +107,7 @@ async def test_a_bench_runs_with_progress_and_its_results_are_a_table_a_verdict_
         await driven.until(lambda: "tree 16: 72.0 tok/s" in driven.text("#verdict"), "the next case")
         charts = list(driven.app.screen.query(SweepChart))
         assert [str(chart.border_title) for chart in charts] == [
-            f"{name} by tree budget; lines: plain, chain" for name in ("tok/s", "accept length")
+            f"{name} by budget; lines: plain, chain" for name in ("tok/s", "accept length")
         ]
         assert any("⠀" < mark < "⣿" for mark in driven.shown())
 

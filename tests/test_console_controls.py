@@ -190,6 +190,11 @@ async def test_the_last_good_configuration_is_one_key_away():
         await driven.until(lambda: runtime.config.mode == "chain", "applied")
         await driven.press("L")
         await driven.until(lambda: "is the last good one" in driven.app.view.notice, "in force")
+        await edit(driven, "max_queue", "9")
+        await driven.press("L")
+        assert driven.app.controls.draft.edits == {"max_queue": 9}, (
+            "edits stay where there is nothing to collect"
+        )
 
 
 async def test_a_change_by_somebody_else_makes_a_new_plan_and_drops_edits_that_are_in_force():

@@ -6,7 +6,7 @@ import pytest
 from textual.app import App, ComposeResult
 
 from console import formats
-from console.charts import TimeChart
+from console.charts import TimeChart, dots
 from console.conversation import History
 from console.figures import Figures, RoundWindow
 from console.host_window import HostWindow
@@ -125,7 +125,13 @@ def decoding(**changes: object) -> Figures:
     ("figures", "baseline", "speculation", "words"),
     [
         (decoding(), PLAIN, "ready", "speculation pays: 2.00x plain"),
-        (decoding(emitted=1), PLAIN, "ready", "speculation loses: 0.50x plain"),
+        (
+            decoding(emitted=1),
+            PLAIN,
+            "ready",
+            "loses: 0.50x plain; m steps on to mode off, [ lowers the budget",
+        ),
+        (decoding(emitted=1, mode="chain"), PLAIN, "ready", "loses: 0.50x plain; m steps on to mode off"),
         (decoding(emitted=2), PLAIN, "ready", "speculation makes no difference: 1.00x plain"),
         (decoding(emitted=2, mode="off"), PLAIN, "ready", "speculation is off"),
         (decoding(emitted=2, budget=0), PLAIN, "ready", "speculation is off"),
@@ -274,9 +280,7 @@ def test_an_alarm_where_almost_nothing_is_accepted_names_the_cause_and_the_key(
     figures: Figures, config: dict[str, float], words: str | None
 ):
     told = alarm(figures, config)
-    assert (
-        (told is None) if words is None else (words in str(told) and "m turns speculation off" in str(told))
-    )
+    assert (told is None) if words is None else (words in str(told) and "m steps on to mode off" in str(told))
 
 
 def finished(number: int, **changes: object) -> RequestStats:
@@ -336,6 +340,16 @@ def test_the_hosts_load_is_the_mean_over_its_gpus_or_its_cpu():
     assert busy.series[-1] is None and busy.series[-2] == pytest.approx(40.0) and busy.series[-3] is None
 
 
+def test_a_curve_joins_neighbours_leaves_holes_open_and_reaches_from_bottom_to_top():
+    def drawn(*values: float | None, height: int = 1) -> list[str]:
+        return ["".join(chr(0x2800 + cell) for cell in row) for row in dots(values, 1.0, height)]
+
+    assert drawn(0.0, 1.0) == ["⡸"] and drawn(1.0, 0.0) == ["⢱"]
+    assert drawn(0.0, None, 1.0, 1.0) == ["⡀⠉"]
+    assert drawn(1.0, 0.5, height=2) == ["⢱", "⠀"] and drawn(None, None, height=2) == ["⠀", "⠀"]
+    assert drawn(7.0, -1.0, height=2)[0][0] == "⢱", "what is out of range stays in the picture"
+
+
 class Chart(App[None]):
     def compose(self) -> ComposeResult:
         yield TimeChart("tok/s", id="chart")
@@ -355,6 +369,8 @@ async def test_charts_draw_at_any_size_with_and_without_colour(
         for values in ((), (None,) * 300, (1.0,), (None, 3.0, None, 0.0, 5.0), (0.0,) * 300):
             chart.show(values, level=2.0)
             await pilot.pause()
+        if size == (80, 24):
+            assert chart.border_title == "tok/s, 148 s"
         chart.styles.width = 0
         await pilot.pause()
         chart.show((1.0, 2.0))

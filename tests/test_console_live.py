@@ -182,6 +182,8 @@ async def test_requests_are_listed_chosen_opened_filtered_and_cancelled_after_as
 
         driven.app.action_open_tree = open_tree  # type: ignore[method-assign]
         await driven.until(lambda: table(driven).row_count == 4, "listed")
+        await driven.press("x")
+        assert "r on the Live screen goes to the requests of others" in driven.app.view.notice
         await driven.press("r", "j", "enter")
         await driven.until(lambda: opened == ["second"], "opened")
         await driven.press("x")

@@ -148,7 +148,9 @@ async def test_a_second_turn_carries_the_first_and_n_forgets_it():
             "An answer.",
             "two",
         ]
-        await driven.press("n")
+        await driven.press("n", "escape")
+        assert len(driven.app.prompt.conversation.turns) == 2
+        await driven.press("n", "y")
         await driven.ask("three")
         await driven.answered()
         assert len(driven.runtime.seen[-1].messages) == 1

@@ -208,7 +208,7 @@ async def test_notes_come_back_verbatim_and_no_text_styles_the_screen(store: Pat
     assert Store.at(store).list().entries[0].note == EVIL
 
 
-async def test_a_secret_in_the_note_keeps_the_dialog_and_the_words(store: Path) -> None:
+async def test_a_secret_in_the_note_keeps_the_dialog_and_the_words_also_when_it_is_left(store: Path) -> None:
     async with console() as driven:
         await driven.press("s")
         note = "works\nHF_TOKEN=hf_" + "a1" * 17
@@ -218,7 +218,14 @@ async def test_a_secret_in_the_note_keeps_the_dialog_and_the_words(store: Path) 
         assert driven.app.screen.query_one(NoteArea).text == note
         await driven.press("escape")
         assert not isinstance(driven.app.screen, SaveDialog)
-    assert Store.at(store).list().entries == ()
+        await driven.press("s")
+        assert driven.app.screen.query_one(NoteArea).text == note, "kept for the next try"
+        driven.app.screen.query_one(NoteArea).text = "works"
+        await driven.press("ctrl+s")
+        await driven.until(lambda: "saved " in driven.app.view.notice, "saved")
+        await driven.press("s")
+        assert driven.app.screen.query_one(NoteArea).text == ""
+    assert [entry.note for entry in Store.at(store).list().entries] == ["works"]
 
 
 async def test_the_filter_narrows_and_escape_shows_all(store: Path) -> None:

@@ -325,4 +325,6 @@ def test_the_default_model_changes_its_layout_by_key_while_text_streams(
         tmux.keys("x")
         tmux.until("cancelled", limit_s=MODEL_GIVE_UP_S)
         tmux.keys("n")
+        tmux.until("Forget this conversation?")
+        tmux.keys("y")
     assert "exit=0" in tmux.quit()

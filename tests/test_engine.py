@@ -329,6 +329,23 @@ def test_a_request_cancelled_while_it_is_prefilled_leaves_no_trace(make_engine: 
     assert again.token_ids == whole.token_ids and again.stats.cached_tokens == 16
 
 
+def test_running_requests_decode_a_round_after_each_chunk_of_a_long_prompt(make_engine: MakeEngine) -> None:
+    """No step computes more prompt tokens than a chunk has, so nobody waits for a whole prompt."""
+    engine = make_engine(prefill_chunk=16, prefix_reuse=False)
+    for number in range(2):
+        sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+        ask(engine, GenerateRequest(prompt_token_ids=prompt_of(6, number), mode="off", sampling=sampling))
+    while any(each.state != "decoding" for each in engine.requests()):
+        engine.step()
+    ask(engine, GenerateRequest(prompt_token_ids=prompt_of(100), request_id="long", mode="off"))
+    for chunk in range(7):
+        before = engine.prefilled_tokens
+        stats = engine.step()
+        assert stats is not None and stats.batch == (2 if chunk < 6 else 3)
+        assert engine.prefilled_tokens - before == (16 if chunk < 6 else 100 - 6 * 16)
+    assert engine.requests()[-1].state == "decoding"
+
+
 def test_the_queue_has_a_limit_and_ids_are_unique(make_engine: MakeEngine) -> None:
     engine = make_engine(max_concurrency=1, max_queue=2)
     for number in range(3):

@@ -24,7 +24,7 @@ from test_runtime_contract import ask, collect, idle, settle
 from tiny_models import tiny_config, write_drafter, write_target
 
 from console.dialogs import ConfirmDialog
-from runtime.gang import Gang
+from runtime.gang import SLICE_S, Gang, _Patience
 from runtime.gang_step import pack
 from runtime.interface import (
     ChangeReport,
@@ -181,6 +181,24 @@ def kill(gang: Gang, rank: int) -> None:
 
 def stop(gang: Gang, rank: int) -> None:
     os.kill(gang.pids[rank], signal.SIGSTOP)
+
+
+def test_a_stopped_rank_is_noticed_beside_one_that_spins() -> None:
+    """As ranks on GPUs do, in a collective that the other one never joins."""
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        patience = _Patience([spinning.pid, stopped.pid], stall_s=0.3, limit_s=600.0)
+        assert not patience.over()
+        os.kill(stopped.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while not patience.over():
+            assert time.monotonic() < deadline, "a rank that is stopped goes unnoticed"
+            time.sleep(SLICE_S)
+    finally:
+        for process in (spinning, stopped):
+            process.kill()
+            process.wait()
 
 
 def confuse(gang: Gang, rank: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import runtime.gang_target
 from runtime.attention import Segment, Step, causal_mask
-from runtime.gang import RankSpec
+from runtime.gang import RankSpec, RoundsSpec
 from runtime.gang_step import RemotePool, pack, step_of, unpack
 from runtime.gang_target import GangTarget
 from runtime.interface import ConfigRejected
@@ -46,7 +46,9 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_target(root / family, family) for family in FAMILIES}
 
 
-def gang_target(folder: Path, layout: str, dtype: torch.dtype = torch.float32) -> GangTarget:
+def gang_target(
+    folder: Path, layout: str, dtype: torch.dtype = torch.float32, rounds: RoundsSpec | None = None
+) -> GangTarget:
     return GangTarget(
         open_checkpoint(str(folder)),
         layout,
@@ -59,6 +61,7 @@ def gang_target(folder: Path, layout: str, dtype: torch.dtype = torch.float32) -
         draft_linear=None,
         threads=1,
         tick=lambda: None,
+        rounds=rounds,
     )
 
 
@@ -105,6 +108,24 @@ def test_prefill_tree_and_features_are_those_of_one_process(
         target.close()
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE[layout], rtol=0.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_ranks_that_play_rounds_compute_what_one_process_computes(tmp_path: Path, family: str) -> None:
+    """Fused layers with split weights, as `tp2` has them on GPUs; passes sent one by one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    folder = write_target(tmp_path / family, family, head_dim=16)
+    one = TargetModel(open_checkpoint(str(folder)), taps=TAPS, fuse=False)
+    expected = both_passes(Passes(one, KVCache(one.geometry, None, SLOTS, CPU)))
+    rounds = RoundsSpec(None, 1, False, one.vocab_size, max_batch=1, positions=128, scratch=64, chunk=64)
+    target = gang_target(folder, "tp2", rounds=rounds)
+    try:
+        found = both_passes(Passes(target, KVCache(target.pool, None, SLOTS, CPU)))
+        assert target.gang.held[0] == target.gang.held[1] < target.gang.whole
+    finally:
+        target.close()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize("layout", ["ep2", "pp2"])

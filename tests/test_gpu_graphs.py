@@ -5,9 +5,12 @@ On a CPU the kernels run through Triton's interpreter, which takes minutes: by h
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +22,19 @@ from engine_driver import run  # noqa: E402
 from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
 from tiny_models import tiny_config  # noqa: E402
 
+from runtime.calibrate import choose_budget  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
+from runtime.gang import RoundsSpec  # noqa: E402
+from runtime.gang_target import GangTarget  # noqa: E402
+from runtime.gpu_device import RoundDevice  # noqa: E402
 from runtime.gpu_graphs import GraphRounds  # noqa: E402
 from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
 from runtime.kv_cache import Geometry, KVCache  # noqa: E402
-from runtime.loader import load  # noqa: E402
+from runtime.linear import PlainLinear  # noqa: E402
+from runtime.loader import Loaded, load  # noqa: E402
 from runtime.round import NodeTable  # noqa: E402
+from runtime.verify import _single_rows, teacher_logits  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -40,9 +49,25 @@ def test_nodes_are_made_into_rows_when_somebody_looks() -> None:
     assert list(table) == [(5, 0, 0, 0.0), (7, 0, 1, -0.5), (9, 1, 2, -1.25)]
 
 
+def test_the_budget_is_chosen_by_whole_captured_rounds(tmp_path: Path) -> None:
+    accepts = {"set": {"tree7": 3.0, "tree31": 4.0, "tree63": 4.5}}
+    (tmp_path / "config.json").write_text(json.dumps({"ddtree": {"measured": {"accept_length": accepts}}}))
+    for last, best, words in ((1.40, 63, "3.2x"), (1.60, 31, "3.1x")):
+        rounds = {1: 1.0, 8: 1.2, 16: 1.25, 32: 1.3, 64: last}
+        loaded: Any = SimpleNamespace(
+            drafter_path=tmp_path,
+            limits=SimpleNamespace(max_tree_budget=63),
+            graphs=SimpleNamespace(round_seconds=rounds.__getitem__),
+            models=SimpleNamespace(target=None, cache=None),
+        )
+        chosen = choose_budget(loaded, 0.0)
+        assert chosen.tree_budget == best and words in chosen.summary
+
+
 @pytest.fixture
-def engines(tmp_path: Path) -> dict[str, Engine]:
-    """The same trained pair twice: rounds from the host, and device rounds."""
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Engine]]:
+    """The same trained pair: rounds from the host, device rounds, and device rounds of two ranks."""
+    monkeypatch.setattr("runtime.gang.STEP_S", 1800.0)  # of an interpreter, beside other work
     pair = write_trained_pair(tmp_path)
     config = tiny_config(pair.target, pair.drafter, linear="plain", max_concurrency=2, max_tree_budget=16)
     loaded = load(config)
@@ -60,18 +85,65 @@ def engines(tmp_path: Path) -> dict[str, Engine]:
             pool.keys.fill_(torch.nan)
             pool.values.fill_(torch.nan)
         own = replace(models, cache=cache)
-        graphs = GraphRounds(own, 2, 128, chunk=64) if name == "device" else None
+        graphs = GraphRounds(own, RoundDevice(own, 2, 128, chunk=64), 2) if name == "device" else None
         made[name] = Engine(replace(loaded, models=own, graphs=graphs), config, 7)
-    return made
+    ranks = _ranks(loaded, pair.drafter)
+    cache = KVCache(ranks.pool, geometry, models.cache.slots, CPU)
+    own = replace(models, target=ranks, cache=cache)
+    assert ranks.rounds is not None
+    graphs = GraphRounds(own, ranks.rounds, 2)
+    made["ranks"] = Engine(replace(loaded, models=own, graphs=graphs), config, 7)
+    try:
+        yield made
+    finally:
+        ranks.close()
+
+
+def _ranks(loaded: Loaded, drafter: Path) -> GangTarget:
+    """The target of `loaded` with its MLPs split over two processes that play whole rounds."""
+    target, models = loaded.models.target, loaded.models
+    assert models.drafter is not None
+    ranks = GangTarget(
+        loaded.checkpoint,
+        "tp2",
+        slots=models.cache.slots,
+        taps=models.drafter.config.target_layer_ids,
+        dtype=target.dtype,
+        device=CPU,
+        linear=PlainLinear,
+        linear_setting="plain",
+        draft_linear=None,
+        threads=1,
+        tick=lambda: None,
+        rounds=RoundsSpec(
+            str(drafter),
+            models.block_size,
+            models.draft_noise,
+            target.vocab_size,
+            max_batch=2,
+            positions=128,
+            scratch=MOST_ROWS,
+            chunk=64,
+        ),  # fmt: skip
+    )
+    ranks.limit_vocabulary(target.vocab_size)
+    return ranks
 
 
 @pytest.mark.skipif(
     "DDTREE_LONG" not in os.environ, reason="minutes in Triton's interpreter; set DDTREE_LONG=1"
 )
 def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> None:
-    """A batch that changes, modes that flip, a seed, a stop token, logprobs (which no kernel knows), a cancel."""
+    """A batch that changes, modes that flip, a seed, a stop token, filters, logprobs (which no kernel knows)."""
     found: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
+        graphs = engine.loaded.graphs
+        assert graphs is None or graphs.round_seconds(5, repeats=2) > 0
+        if name == "device":
+            ids = PROMPTS[0][:3]
+            torch.testing.assert_close(
+                _single_rows(engine, ids), teacher_logits(engine, ids, 32), rtol=1e-3, atol=1e-3
+            )
         ends: dict[str, Any] = {}
 
         def sink(event: object, ends: dict[str, Any] = ends) -> None:
@@ -83,6 +155,7 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
             ("seeded", 1, {"max_tokens": 9, "temperature": 0.8, "seed": 4}),
             ("stopped", 2, {"max_tokens": 14, "stop_token_ids": (170,)}),
             ("logprobs", 3, {"max_tokens": 4, "logprobs": 1}),
+            ("filtered", 1, {"max_tokens": 9, "temperature": 1.2, "seed": 5, "top_k": 9, "top_p": 0.9}),
         )
         for label, prompt, sampling in asked:
             request = GenerateRequest(
@@ -98,4 +171,5 @@ def test_texts_are_those_of_rounds_from_the_host(engines: dict[str, Engine]) -> 
         engine.check_integrity()
         found[name] = ends
     assert found["device"] == found["host"]
-    assert len(found["host"]) == 4
+    assert found["ranks"] == found["host"]
+    assert len(found["host"]) == 5

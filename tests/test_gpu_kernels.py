@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -10,12 +12,13 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from runtime import gpu_heads as gh  # noqa: E402
 from runtime import gpu_kernels as gk  # noqa: E402
 from runtime import gpu_tree as gt  # noqa: E402
 from runtime.attention import packed_attention  # noqa: E402
 from runtime.gpu_round import _candidate_pairs  # noqa: E402
 from runtime.noise import gumbel_rows, signed_seed  # noqa: E402
-from runtime.sampling import ordered_top  # noqa: E402
+from runtime.sampling import RowContext, Sampling, choose_tokens, ordered_top  # noqa: E402
 from runtime.tree import DraftTree, accept_path, ancestor_mask, build_tree  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,7 +168,7 @@ def test_noise_is_that_of_every_other_path() -> None:
     seeds, committed, vocab = [5, 2**64 - 3], [17, 4000], 67
     noise = torch.zeros(2, 3, vocab, device=DEVICE)
     temperature = torch.tensor([0.7, 1.0], device=DEVICE)
-    gk.noise_kernel[(6, 2)](
+    gh.noise_kernel[(6, 2)](
         noise, ints([signed_seed(seed) for seed in seeds], torch.int64), ints(committed), temperature, 3, vocab,
         BLOCK=16, **PLAIN,
     )  # fmt: skip
@@ -187,19 +190,25 @@ def test_choice_and_draft_scores() -> None:
     chosen = ints([0] * 6)
     gather = ints([0, 1, 2, 4, 5, 6])
     tile = {"TILES": 1, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "EVEN": True}
-    gk.choose_kernel[(4, 1)](
+    gh.choose_kernel[(4, 1)](
         x, w, squares, noise, temperature, depths, gather, best, ids, 6, rows, block, vocab, k, 1, 1e-5,
-        NOISY=True, GATHER=True, **tile, **PLAIN,
+        NOISY=True, GATHER=True, STORED=False, **tile, **PLAIN,
     )  # fmt: skip
-    gk.chosen_kernel[(6,)](best, ids, chosen, 6, 4, TILES_P2=4, **PLAIN)
+    gh.chosen_kernel[(6,)](best, ids, chosen, 6, 4, TILES_P2=4, **PLAIN)
     logits = F.linear(F.rms_norm(x, (k,), None, 1e-5), w)
     wanted = torch.cat((logits[:3], logits[4:7] / 0.8 + noise[1][depths[3:].long()])).argmax(-1)
     assert chosen.tolist() == wanted.tolist()
     assert chosen[0] != 31 and chosen[0] != 44
+    stored = torch.zeros(6, vocab, device=DEVICE)
+    gh.choose_kernel[(4, 1)](
+        x, w, squares, noise, temperature, depths, gather, stored, ids, 6, rows, block, vocab, k, 1, 1e-5,
+        NOISY=True, GATHER=True, STORED=True, **tile, **PLAIN,
+    )  # fmt: skip
+    torch.testing.assert_close(stored, torch.cat((logits[:3], logits[4:7] / 0.8)), rtol=1e-4, atol=1e-4)
 
     scores = torch.zeros(batch * 3, vocab, device=DEVICE)
     most, total = torch.zeros(4, 6, device=DEVICE), torch.zeros(4, 6, device=DEVICE)
-    gk.draft_kernel[(4, 1)](
+    gh.draft_kernel[(4, 1)](
         x, w, squares, noise, temperature, scores, most, total, 6, 3, vocab, k, 1, 1e-5,
         NOISY=True, SHARED=True, **tile, **PLAIN,
     )  # fmt: skip
@@ -207,6 +216,65 @@ def test_choice_and_draft_scores() -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
     found = (total * most.exp()).sum(0).log()
     torch.testing.assert_close(found, expected.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+def filter_rows(vocab: int) -> Tensor:
+    """Scores that a filter may stumble over, one kind a row."""
+    ids = torch.arange(vocab, device=DEVICE)
+    plain = 3 * randn(vocab)
+    one = torch.where(ids == 211, 90.0, -10.0 + randn(vocab))
+    return torch.stack((
+        plain,
+        plain.round(),  # several equal scores at every boundary
+        torch.zeros(vocab, device=DEVICE),
+        torch.where(ids % 2 == 0, 0.0, -0.0),
+        one,  # all probability in one token
+        torch.where(ids < 7, 5.0, -5.0),
+        1e6 * randn(vocab),
+        1e-3 * randn(vocab) - 40,
+    ))  # fmt: skip
+
+
+FILTERS: tuple[dict[str, float], ...] = (
+    {"top_k": 1}, {"top_k": 2}, {"top_k": 40}, {"top_k": 299}, {"top_k": 300}, {"top_k": 5000},
+    {"top_p": 1e-9}, {"top_p": 0.3717}, {"top_p": 0.9013}, {"top_p": 0.9991}, {"min_p": 0.05}, {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8013}, {"top_k": 5, "top_p": 0.5017, "min_p": 0.013}, {"top_p": 0.9513, "min_p": 0.2},
+    {},
+)  # fmt: skip
+LONG = "DDTREE_LONG" in os.environ
+
+
+@pytest.mark.parametrize("seed", range(6 if LONG else 1))
+def test_filters_keep_what_the_plain_choice_keeps(seed: int) -> None:
+    """Filters over kinds of rows, ties included; every second noise makes the last token that is kept win.
+
+    A sequence has one row that counts and one that does not. By hand, DDTREE_LONG=1, all pairs.
+    """
+    torch.manual_seed(seed)
+    vocab, kinds = 300, filter_rows(300)
+    pairs = [(each, kind) for each in FILTERS for kind in range(len(kinds))]
+    pairs = pairs if LONG else pairs[::11]
+    batch = len(pairs)
+    scores = kinds[[kind for _, kind in pairs]]
+    ranks = torch.arange(vocab, device=DEVICE).float().expand(batch, -1) * 1e7
+    noise = torch.zeros_like(scores).scatter_(1, ordered_top(scores, vocab)[1], ranks)
+    noise[::2] = -(-torch.rand(noise[::2].shape, device=DEVICE).log()).log()
+    hot = torch.ones(batch, device=DEVICE)
+    hot[3::7] = 0.0
+    chosen = ints([-1] * (2 * batch))
+
+    def floats(name: str, none: float) -> Tensor:
+        return torch.tensor([each.get(name, none) for each, _ in pairs], device=DEVICE)
+
+    gh.filter_kernel[(2 * batch,)](
+        scores.repeat_interleave(2, 0), noise, hot, ints(floats("top_k", 0)), floats("top_p", 1.0),
+        floats("min_p", 0.0), ints([1] * batch), ints([0] * (2 * batch)), chosen, 2, 1, vocab, BLOCK=256, **PLAIN,
+    )  # fmt: skip
+    assert (chosen[1::2] == -1).all()
+    for i, (each, kind) in enumerate(pairs):
+        sampling = Sampling(temperature=float(hot[i]), **each)  # type: ignore[arg-type]
+        wanted = choose_tokens(scores[i : i + 1], sampling, RowContext(torch.zeros(1)), noise[i : i + 1])
+        assert int(chosen[2 * i]) == int(wanted[0]), (each, kind, i)
 
 
 def device_tree(

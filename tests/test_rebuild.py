@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from test_runtime_contract import ask, collect, idle, settle
 from tiny_models import tiny_config, write_target
 
+from runtime import rebuild
 from runtime.interface import (
     ChangeReport,
     ConfigRejected,
@@ -277,3 +280,21 @@ async def test_the_expected_outage_is_the_last_measured_load(start: Start) -> No
     back = await runtime.preview({"max_tree_budget": 64})
     assert back.outage_s is not None and back.outage_s > 0
     assert report.outage_s is not None and 0 < report.outage_s < 60
+
+
+def test_what_a_process_keeps_out_of_collections_is_given_back_with_its_engine():
+    """A console keeps all that was loaded out of them; an engine in a cycle must not stay for ever by that."""
+
+    class Held:
+        def __init__(self) -> None:
+            self.itself = self
+
+    held = weakref.ref(Held())
+    gc.freeze()
+    try:
+        gc.collect()
+        assert held() is not None
+        rebuild.collect()
+        assert held() is None and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

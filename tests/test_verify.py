@@ -13,7 +13,8 @@ from runtime.engine import Engine
 from runtime.loader import load
 from runtime.models import Checkpoint
 from runtime.prompt_sets import bundled_prompts
-from runtime.verify import Divergence, VerifyPlan, compare, near_tie_gap, run_verify
+from runtime.sampling import Sampling
+from runtime.verify import Divergence, VerifyPlan, _margin, compare, near_tie_gap, run_verify
 
 PROMPTS = [{"prompt": "abc"}, {"prompt": "the cat"}]
 
@@ -69,6 +70,27 @@ def test_more_near_ties_than_the_dtype_allows_are_a_failure(engine: Engine) -> N
 def test_the_near_tie_gap_follows_the_temperature_in_float32(engine: Engine) -> None:
     gaps = [near_tie_gap(engine, temperature, (1, 2, 3)) for temperature in (0.0, 0.05, 1.0)]
     assert gaps == [pytest.approx(1e-2), pytest.approx(1e-2), pytest.approx(1e-3)]
+
+
+def test_a_filter_may_cut_within_the_gap_and_not_beyond_it() -> None:
+    """Token 2 misses top_k = 2 by 1e-4 and token 3 by much; noise makes each the best of those that are kept."""
+    logits = torch.tensor([[3.0, 1.0, 1.0 - 1e-4, 0.0]])
+
+    def margin(token: int, tau: float, **filters: float) -> float:
+        noise = torch.zeros(1, 4)
+        noise[0, token] = 9.0
+        sampling = Sampling(temperature=1.0, **filters)  # type: ignore[arg-type]
+        return _margin(logits, sampling, noise, token, tau)
+
+    assert margin(2, 1e-3, top_k=2) <= 0.0
+    assert margin(2, 1e-5, top_k=2) == margin(3, 1e-3, top_k=2) == float("inf")
+    before = float(logits.softmax(-1)[0, :2].sum())
+    assert margin(2, 1e-3, top_p=before - 1e-5) <= 0.0
+    assert margin(2, 1e-3, top_p=before - 0.01) == float("inf")
+    ratio = float((logits[0, 2] - logits[0, 0]).exp())
+    assert margin(2, 1e-3, min_p=ratio * 1.0001) <= 0.0 and margin(2, 1e-3, min_p=ratio * 1.01) == float(
+        "inf"
+    )
 
 
 def test_the_near_tie_gap_of_bfloat16_is_measured(tmp_path: Path) -> None:
