@@ -7,8 +7,8 @@ keeps the configuration once it has proved itself. The engine and the HTTP serve
 from __future__ import annotations
 
 import asyncio
-import gc
 import contextlib
+import gc
 import os
 import signal
 import sys
