@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -300,7 +301,7 @@ async def state_is(runtime: LocalRuntime, state: EngineState) -> bool:
 async def test_a_rank_that_is_lost_while_it_loads_leaves_the_old_layout(start: Start, ahead: bool) -> None:
     runtime = await start(rebuild_ahead=ahead)
     change = asyncio.create_task(apply(runtime, {"layout": "pp2"}))
-    while not (ranks := [each for each in children() if "rank" in name_of(each)]) and not change.done():
+    while not (ranks := forked_ranks()) and not change.done():
         await asyncio.sleep(0.001)
     for each in ranks[:1]:
         each.kill()
@@ -345,6 +346,16 @@ async def layout_is(runtime: LocalRuntime, layout: str) -> bool:
 
 def children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
+
+
+def forked_ranks() -> list[psutil.Process]:
+    """Ranks, without the server process that they are forked from, whose command line they share."""
+    found = []
+    for each in children():
+        with contextlib.suppress(psutil.Error):
+            if "gang_rank" in name_of(each) and each.ppid() != os.getpid():
+                found.append(each)
+    return found
 
 
 def name_of(process: psutil.Process) -> str:
