@@ -358,6 +358,14 @@ def forked_ranks() -> list[psutil.Process]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; whoever adopted it may take a while to notice that."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def name_of(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
@@ -498,6 +506,6 @@ def test_ranks_end_with_a_killed_parent(pairs: dict[str, tuple[Path, Path]], tmp
         assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
         process.kill()
     began = time.monotonic()
-    while any(psutil.pid_exists(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         assert time.monotonic() - began < 1.0 * patience()
         time.sleep(0.01)
