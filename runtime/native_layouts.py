@@ -1,8 +1,8 @@
 """The native engine's layouts: what each splits, and why a model or a host cannot have it, from static facts alone.
 
 `single` is one process. The others are two ranks in child processes: `tp2` splits attention heads and MLPs, `ep2` the
-experts, `tp2ep2` heads and experts, `pp2` the layers. They are made for correctness and for trees under pipeline
-parallelism; production speed on several GPUs is SGLang's.
+experts, `tp2ep2` heads and experts, `pp2` the layers. On GPUs `tp2` of a dense model plays captured rounds; the others
+are made for correctness and for trees under pipeline parallelism. Production speed on more GPUs is SGLang's.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -134,7 +135,10 @@ class Service:
         try:
             asked = SetInternalStateReq(server_args={BUDGET: budget})
             taken = all(await self.engine.tokenizer_manager.set_internal_state(asked))
-        except Exception:
+        except (
+            Exception
+        ):  # stated to the parent as not taken, which then rebuilds; the reason goes to the log
+            traceback.print_exc()
             taken = False
         self._tasks.pop(name, None)
         self.send(b"A", [{"id": name, "budget": budget, "taken": taken}])
@@ -182,8 +186,6 @@ def serve(descriptor: int) -> None:
         service.start()
         service.engine.loop.run_until_complete(service.serve())
     except (Exception, SystemExit) as failure:
-        import traceback
-
         traceback.print_exc()
         words = " ".join(f"{type(failure).__name__}: {failure}".split())
         with contextlib.suppress(OSError):
