@@ -18,7 +18,7 @@ help:
 	@echo "make bench-check  check speed and memory on this machine (it should be idle)"
 	@echo "make serve-check  check what serving over HTTP costs on this machine"
 	@echo "make tune-check   check tune against exhaustive search (idle machine, 10 minutes)"
-	@echo "make auto-check   check auto mode against fixed settings (idle machine, 10 minutes)"
+	@echo "make auto-check   check auto mode against fixed settings (idle machine, 20 minutes)"
 	@echo "make faults       days under faults (SCHEDULES=500), FIRST=0 is the first seed"
 	@echo "make soak         one server for MINUTES=120, and whether it holds more at the end"
 	@echo "make fuzz         spoilt input for every reader, MINUTES=10 each, SEED=0"
