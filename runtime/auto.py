@@ -4,7 +4,8 @@ Expected speed of a setting = sequences x tokens a round / seconds a round. Seco
 verify by the rows it had, the rest by batch. Tokens a round come from the trees that were verified: a smaller tree is
 the likeliest part of a larger one and the text does not depend on the tree, so one round tells what every smaller
 budget and the chain would have had accepted. Settings that a round tells nothing of move along with those it tells of,
-and are tried once in a while; so are those whose rounds were hardly timed and that may be as fast. A change needs a clear gain and is not made again at once.
+and are tried once in a while; so are those whose rounds were hardly timed and that may be as fast. A change needs a
+clear gain and is not made again at once.
 """
 
 from __future__ import annotations
