@@ -70,7 +70,7 @@ CHANGING = Kind(
 ON_GPU = (
     Kind("mixed, 1 user", (Phase(1, 12, 0.0), Phase(1, 12, 0.7)), -0.03, pairs=6),
     Kind("mixed, 8 users", (Phase(8, 48, 0.0), Phase(8, 48, 0.7)), -0.03, pairs=8),
-    Kind("mixed, 32 users", (Phase(32, 96, 0.0), Phase(32, 96, 0.7)), -0.03, pairs=10),
+    Kind("mixed, 32 users", (Phase(32, 96, 0.0), Phase(32, 96, 0.7)), -0.03, pairs=8),
     Kind(
         "1 to 32 to 1",
         (Phase(1, 12, 0.0), Phase(32, 128, 0.0), Phase(1, 12, 0.0)),
