@@ -101,7 +101,7 @@ fuzz: .venv/installed-dev
 coverage: .venv/installed-dev
 	@$(venv_python) -m console model fetch
 	@rm -f .coverage .coverage.*
-	@$(venv_python) -m coverage run -m pytest -n 0
+	@$(venv_python) -m coverage run -m pytest -n 0 -p tests.followed_ranks
 	@$(venv_python) -m coverage combine --quiet
 	@$(venv_python) -m coverage report --show-missing
 
