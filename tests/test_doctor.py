@@ -375,6 +375,22 @@ def test_the_command_answers_as_data_and_loads_no_engine(tmp_path: Path) -> None
     assert loaded.returncode == done.returncode
 
 
+def test_fix_as_typed_says_how_to_undo_it_and_then_what_is_left(tmp_path: Path) -> None:
+    key = tmp_path / "ddtree/operator.key"
+    key.parent.mkdir(mode=0o700)
+    key.write_text("secret")
+    key.chmod(0o644)
+    installed(tmp_path / "env/lib/python3.11/site-packages", "torch", "2.13.0", {})
+    env = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    done = ddtree("doctor", "--fix", "--environment", str(tmp_path / "env"), **env)
+    assert f"{key} is readable by you only (undo: chmod 644 {key})" in done.stderr
+    assert key.stat().st_mode & 0o777 == 0o600
+    text = done.stdout.splitlines()
+    assert text[-1].startswith(f"{len(CHECKS)} checks, ") and "secret" not in done.stdout + done.stderr
+    assert not any(line.startswith(("error   private-files", "warning private-files")) for line in text)
+    assert done.returncode == (1 if any(line.startswith("error ") for line in text) else 0)
+
+
 def test_fix_is_refused_where_only_reading_is_allowed() -> None:
     done = ddtree("doctor", "--fix", DDTREE_READ_ONLY="1")
     assert done.returncode == 3 and "DDTREE_READ_ONLY" in done.stderr

@@ -186,3 +186,36 @@ def test_a_recorded_bench_calibrates_the_plan_of_its_own_host(
     assert "calibrated by 2 records of 1 x A CPU, 2 threads, gloo, native, torch 2.13" in after["calibration"]
     monkeypatch.setattr("layouts.host.cpu_name", lambda: "Another CPU")
     assert answer(run(*arguments))["layouts"][0]["predicted"][0]["tok_s"] == pytest.approx(before)
+
+
+def test_a_snapshots_folder_is_recorded_in_its_own_scope(run: Any, own_folders: Path) -> None:
+    folder = own_folders / "7"
+    folder.mkdir()
+    (folder / "config.toml").write_text('model = "/m/kimi"\nthreads = 2\n')
+    assert "environment.toml: cannot be read: No such file" in run("record", str(folder), code=2)
+    (folder / "environment.toml").write_text('[hardware]\ncpu = "A CPU"\n')
+    figure = {"mode": "off", "tree_budget": 0, "concurrency": 1, "temperature": 0.0, "tok_s": 20.0}
+    (folder / "measurements.json").write_text(json.dumps({"results": [figure]}))
+    told = run("record", str(folder))
+    assert told.startswith("1 of 1 records added") and "scope: 1 x A CPU, 2 threads, gloo, native" in told
+
+
+def test_what_is_no_bench_of_this_host_is_not_recorded(run: Any, own_folders: Path) -> None:
+    report = own_folders / "bench.json"
+    report.write_text("a table without its last line\n")
+    assert "no JSON object; give what 'ddtree bench --json' printed" in run("record", str(report), code=2)
+    report.write_bytes(b"\xff\xfe")
+    assert f"{report}: not UTF-8" in run("record", str(report), code=2)
+    report.write_text(json.dumps({"conditions": {"device": "cuda:0"}, "results": []}))
+    assert "ran on cuda:0, and this host has no GPU" in run("record", str(report), code=2)
+    assert not (own_folders / "data").exists()
+
+
+def test_a_configured_model_that_is_not_there_takes_no_layout_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDTREE_MODEL", "/no/such")
+    assert main(["layouts", "list"]) == 0
+    told = capsys.readouterr()
+    assert all(name in told.out for name in PRESETS)
+    assert "warning: model '/no/such' is not known" in told.err and "nothing is predicted" in told.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from fake_runtime import FakeRuntime
 from scripted_server import Script, ScriptTransport, serve_script
@@ -17,7 +18,7 @@ from runtime.load_report import LoadResult, Slo, Spread, percentile, summarise
 PROMPTS = [{"prompt": "one"}, {"messages": ({"role": "user", "content": "two"},)}]
 
 
-def measure(script: Script, load: Load, transport: ScriptTransport | None = None) -> LoadRun:
+def measure(script: Script, load: Load, transport: httpx.AsyncBaseTransport | None = None) -> LoadRun:
     """The load on a scripted server, in virtual time."""
 
     async def run() -> LoadRun:
@@ -187,6 +188,41 @@ async def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(RuntimeUnavailable, match=r"127\.0\.0\.1:9 does not answer"):
         await target.open()
     await target.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words"),
+    [
+        (200, b"<html>hello</html>", "no list of models; is this an OpenAI API?"),
+        (200, b'{"data": []}', "lists no model; name one with --served-model"),
+        (401, b'{"error": {"message": "who?"}}', "HTTP 401: who?; set DDTREE_API_KEY or OPENAI_API_KEY"),
+        (502, b"<html>bad gateway</html>", "HTTP 502$"),
+    ],
+)
+async def test_what_answers_but_cannot_be_measured_is_said(status: int, content: bytes, words: str) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
+    target = OpenAiTarget("http://scripted", transport=transport)
+    with pytest.raises(RuntimeUnavailable, match=words.replace("?", "[?]")):
+        await target.open()
+    await target.aclose()
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (b"data: {\n\n", "a line of the stream is not JSON"),
+        (b'data: {"choices": []}\n\n', "the stream ended without [DONE]"),
+        (b'data: {"error": {"message": "out of memory"}}\n\n', "error in the stream: out of memory"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_a_failed_request(stream: bytes, reason: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        listed = request.url.path == "/v1/models"
+        return httpx.Response(200, content=b'{"data": [{"id": "scripted"}]}' if listed else stream)
+
+    load = Load(concurrency=1, requests=2, warm_up=0)
+    found = summarise(measure(Script(), load, httpx.MockTransport(answer)))
+    assert found.failed == 2 and found.errors == {reason: 2} and found.ttft_s is None
 
 
 async def test_a_runtime_is_measured_without_http() -> None:
