@@ -14,6 +14,7 @@ from tiny_models import tiny_config
 from console.cli import main
 from runtime.load_report import LoadReport
 from runtime.nvml_probe import EnergyMeter
+from runtime.prompt_sets import read_prompts
 
 SCHEMA_FILE = Path(__file__).parent.parent / "docs" / "bench-result.schema.json"
 SMALL = ("--random-words", "2:4", "--max-tokens", "8", "--warm-up", "1", "--ignore-eos")
@@ -97,6 +98,35 @@ def test_options_that_would_be_ignored_are_wrong_usage(
 ) -> None:
     code, lines, err = bench(capsys, *options)
     assert code == 2 and words in err and not lines
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, " does not exist"),
+        (b"\xff\n", " cannot be read"),
+        (b"\n\n", " holds no prompts"),
+        (b'{"prompt": "a"}\n{"prompt"', ", line 2: not JSON"),
+        (b'{"text": 3}\n', ', line 1: needs {"prompt": ...} or {"messages": [...]}'),
+    ],
+)
+def test_a_file_without_usable_prompts_is_named_with_its_line(
+    content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    code, lines, err = bench(capsys, "--rate", "1", "--prompts", str(file))
+    assert code == 2 and f"prompt file {file}{words}" in err and not lines
+
+
+def test_prompt_files_of_public_sets_are_read_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    message = {"role": "user", "content": "c"}
+    rows = [{"turns": ["a", "later"]}, {"question": "b", "answer": "x"}, {"messages": [message]}]
+    file.write_text("\n\n".join(json.dumps(row) for row in rows))
+    assert read_prompts(file) == [{"prompt": "a"}, {"prompt": "b"}, {"messages": (message,)}]
+    assert len(read_prompts(file, limit=2)) == 2
 
 
 def test_the_published_schema_is_that_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
