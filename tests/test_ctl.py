@@ -9,11 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served import ROOT, Served, serving, until
 
+from runtime.ctl_text import RoundMeter, watch_line
 from runtime.instance import Instance, InstanceUnclear, birth_of, instances, register, the_instance
+from runtime.interface import EngineState, Job, JobProgress, LogLine, RoundStats, StatusChanged
 
 LONG = {"prompt": "abc", "max_tokens": 800, "ignore_eos": True, "temperature": 0}
 
@@ -279,3 +282,50 @@ def test_an_instance_is_known_by_every_name_of_this_machine() -> None:
     instance = Instance("http://127.0.0.1:8642", 1, "h", 0.0, None)
     assert instance.serves("http://localhost:8642") and instance.serves("http://[::1]:8642/")
     assert not instance.serves("http://127.0.0.1:8643") and not instance.serves("http://gpu01:8642")
+
+
+# What watch prints
+
+
+def a_round(at_s: float, emitted: int, **changes: Any) -> RoundStats:
+    fields: dict[str, Any] = {
+        "index": 1,
+        "time_s": at_s,
+        "mode": "tree",
+        "tree_budget": 8,
+        "batch": 2,
+        "nodes": 18,
+        "emitted": emitted,
+        "accept_lengths": (emitted - 1, 1),
+        "draft_depths": (7, 7),
+        "stage_s": None,
+        "slots_used": 1,
+        "slots_total": 9,
+    }
+    return RoundStats(**(fields | changes))
+
+
+def test_watch_adds_rounds_up_to_a_line_a_second_and_calls_no_pause_decoding() -> None:
+    meter = RoundMeter()
+    assert [meter.add(a_round(at_s, 6)) for at_s in (100.0, 100.4, 100.8)] == [None, None, None]
+    line = meter.add(a_round(101.2, 3))
+    assert line is not None and line.endswith(" tree 8: 12.5 tok/s, accept length 2.50, batch 2")
+    line = meter.add(a_round(200.0, 4, mode="chain", tree_budget=0, batch=1, mixed=True))
+    assert line is not None and line.endswith(" chain and others: n/a tok/s, accept length 2.00, batch 1")
+    line = meter.add(a_round(201.0, 4, auto=True))
+    assert line is not None and " auto, tree 8: 4.0 tok/s" in line
+
+
+def test_watch_names_what_happens_without_the_control_characters_of_others() -> None:
+    job = Job(
+        id="b1", name="bench", holder="x", state="running", progress=0.5, text="a\x1b[2Jb", started_at_s=0
+    )
+    lines = [
+        watch_line(StatusChanged(state=EngineState.FAILED, reason="no memory", revision=3)),
+        watch_line(LogLine(time_s=0.0, level="WARNING", text="x" * 200)),
+        watch_line(JobProgress(job=job)),
+    ]
+    assert lines[0] is not None and lines[0].endswith(" failed: no memory (revision 3)")
+    assert lines[1] is not None and len(lines[1]) == 80
+    assert lines[2] is not None and " job b1 running 50%: a" in lines[2] and "\x1b" not in lines[2]
+    assert watch_line(a_round(1.0, 2)) is None
