@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import round_driver
 import tiny_models
@@ -214,6 +215,23 @@ def test_a_context_or_cache_that_cannot_be_is_refused(target: Path) -> None:
     assert field == "max_seq_len" and "4096 is above the 1024 positions" in line
     line, field = refusal(target, "none", device="cuda:7")
     assert field == "device" and "cuda:7" in line
+
+
+def test_a_gpu_that_is_not_there_is_refused(target: Path, drafter: Path, nothing_is_loaded: None) -> None:
+    line, field = refusal(target, drafter, device="cuda:99")
+    assert f"'cuda:99' is not there, torch sees {torch.cuda.device_count()} CUDA devices" in line
+    assert field == "device"
+
+
+def test_a_drafter_trained_for_other_bytes_of_the_target_is_told_and_used(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(gguf_files.llama_file())
+    shape = {"hidden_size": 8, "vocab_size": 6, "num_hidden_layers": 2, "pad_token_id": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    drafter = tiny_models.write_drafter(tmp_path / "drafter", tmp_path)
+    edit(drafter, ddtree={"target_digest": "0123456789abcdef"})
+    (note,) = load(tiny_config(file, drafter)).notes
+    assert note.startswith("the drafter was trained for a target file 0123456789ab..., this one is ")
 
 
 def test_a_target_with_a_missing_weight_is_refused(target: Path, tmp_path: Path) -> None:
