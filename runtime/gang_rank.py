@@ -198,7 +198,7 @@ class Stage:
     def run(self, message: bytes) -> bytes | None:
         """One pass; hidden states and tapped features `[rows, (1 + taps) * hidden]` where this rank answers."""
         packed = unpack(message, self.device)
-        step = step_of(packed, self.pool)
+        step = step_of(packed, [self.pool])
         self._tapped.clear()
         given: dict[str, Any] = {"input_ids": packed.token_ids.unsqueeze(0)}
         before: list[Tensor] = []

@@ -91,7 +91,7 @@ class Shard:
             answer = self._rounds.run(message)
             return answer if self._answers else None
         packed = unpack(message, self._device)
-        step = step_of(packed, self.pools[0])
+        step = step_of(packed, self.pools)
         out = self._target.forward(packed.token_ids, packed.positions, step)
         if not self._answers:
             return None
