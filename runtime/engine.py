@@ -157,7 +157,7 @@ class Engine:
         """Starts what fits, prefills a chunk, decodes one round; returns the round's figures if there was one."""
         self._start()
         self._prefill()
-        batch = [running for running in self._active() if running.ticket.sequence.prefilled]  # type: ignore[union-attr]
+        batch = [running for running in self._active() if _sequence(running.ticket).prefilled]
         if not batch:
             return None
         sequences = [_sequence(running.ticket) for running in batch]

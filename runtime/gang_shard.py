@@ -107,7 +107,7 @@ def _drafter(
     folder = Path(rounds.drafter)
     config = read_drafter_config(folder)
     drafter = FusedDrafter(load_drafter(folder, config, dtype, device), PlainLinear)
-    return drafter, Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
+    return drafter, config.geometry(dtype)
 
 
 def _share(config: Any) -> Any:

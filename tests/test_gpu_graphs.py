@@ -32,7 +32,7 @@ from runtime.gpu_graphs import GraphRounds  # noqa: E402
 from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
 from runtime.gpu_round import STAMPS, Shape  # noqa: E402
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
-from runtime.kv_cache import Extent, Geometry, KVCache  # noqa: E402
+from runtime.kv_cache import Extent, KVCache  # noqa: E402
 from runtime.linear import PlainLinear  # noqa: E402
 from runtime.loader import Loaded, load  # noqa: E402
 from runtime.sampling import Sampling  # noqa: E402
@@ -121,10 +121,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     loaded = load(config)
     models = loaded.models
     assert unsupported(models) is None and models.drafter is not None
-    drafter = models.drafter.config
-    geometry = Geometry(
-        drafter.num_hidden_layers, drafter.num_key_value_heads, drafter.head_dim, models.target.dtype
-    )
+    geometry = models.drafter.config.geometry(models.target.dtype)
     made = {}
     for name in ("host", "device"):
         cache = KVCache(models.target.geometry, geometry, models.cache.slots, CPU, scratch=MOST_ROWS)
