@@ -373,7 +373,7 @@ class Engine:
             emitted=sum(emitted),
             accept_lengths=tuple(emitted),
             draft_depths=tuple(outcome.draft_depth for outcome in result.sequences),
-            stage_s=result.stage_s,  # type: ignore[arg-type]
+            stage_s=result.stage_s,
             slots_used=self.scheduler.slots_used,
             slots_total=self.models.cache.slots,
             prefill_tokens=self.prefilled_tokens - tokens,

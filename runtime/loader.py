@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -246,8 +247,7 @@ def physical_cores() -> int:
     """Physical cores this process may use; hyperthreads share the arithmetic units, so they are not counted."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        import psutil
-
+        psutil = importlib.import_module("psutil")
         return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
     except ImportError:
         return max(1, allowed)

@@ -218,11 +218,11 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = available_memory()
-    if free is None:
+    available = available_memory()
+    if available is None:
         return None
     psutil = importlib.import_module("psutil")
-    return free + int(psutil.Process().memory_info().rss) + int(psutil.swap_memory().free)
+    return available + int(psutil.Process().memory_info().rss) + int(psutil.swap_memory().free)
 
 
 def geometries(wanted: Wanted) -> tuple[Geometry, Geometry | None]:
