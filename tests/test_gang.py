@@ -16,7 +16,7 @@ from constructed import ConstructedDrafter, Reference, Request
 from engine_driver import MODES, MakeEngine, as_generate, ask, run
 from reference_sampler import Rule
 from safetensors.torch import load_file, save_file
-from tiny_models import prompt_of, tiny_config, write_drafter, write_target
+from tiny_models import SLOTS, TAPS, gang_target, prompt_of, tiny_config, write_drafter, write_target
 from torch import Tensor
 
 import runtime.gang
@@ -24,18 +24,14 @@ import runtime.gang_target
 from runtime.attention import Segment, Step, causal_mask
 from runtime.gang import RankSpec, RoundsSpec
 from runtime.gang_step import RemotePool, pack, step_of, unpack
-from runtime.gang_target import GangTarget
 from runtime.interface import ConfigRejected, EngineLost
 from runtime.kv_cache import Extent, Geometry, KVCache, Pool
-from runtime.linear import PlainLinear
 from runtime.loader import inspect
 from runtime.models import open_checkpoint
 from runtime.native_layouts import label, refusal
 from runtime.target import TargetModel
 
 CPU = torch.device("cpu")
-TAPS = (0, 2)
-SLOTS = 256
 FAMILIES = {"llama": ("tp2", "pp2"), "qwen3": ("tp2", "pp2"), "qwen3_moe": ("tp2", "ep2", "tp2ep2", "pp2")}
 CASES = [(family, layout) for family, layouts in FAMILIES.items() for layout in layouts]
 TOLERANCE = {"tp2": 1e-4, "tp2ep2": 1e-4, "ep2": 0.0, "pp2": 0.0}
@@ -47,25 +43,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny random target of each family."""
     root = tmp_path_factory.mktemp("gang")
     return {family: write_target(root / family, family) for family in FAMILIES}
-
-
-def gang_target(
-    folder: Path, layout: str, dtype: torch.dtype = torch.float32, rounds: RoundsSpec | None = None
-) -> GangTarget:
-    return GangTarget(
-        open_checkpoint(str(folder)),
-        layout,
-        slots=SLOTS,
-        taps=TAPS,
-        dtype=dtype,
-        device=CPU,
-        linear=PlainLinear,
-        linear_setting="plain",
-        draft_linear=None,
-        threads=1,
-        tick=lambda: None,
-        rounds=rounds,
-    )
 
 
 @dataclass

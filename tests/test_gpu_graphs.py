@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from engine_driver import run  # noqa: E402
 from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
-from tiny_models import tiny_config  # noqa: E402
+from tiny_models import gang_target, tiny_config  # noqa: E402
 
 from runtime.calibrate import choose_budget  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
@@ -33,7 +33,6 @@ from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
 from runtime.gpu_round import STAMPS, Shape  # noqa: E402
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
 from runtime.kv_cache import Extent, KVCache  # noqa: E402
-from runtime.linear import PlainLinear  # noqa: E402
 from runtime.loader import Loaded, load  # noqa: E402
 from runtime.sampling import Sampling  # noqa: E402
 from runtime.sequence import NodeTable, Sequence, Speculation  # noqa: E402
@@ -148,29 +147,18 @@ def _ranks(loaded: Loaded, drafter: Path) -> GangTarget:
     """The target of `loaded` with its MLPs split over two processes that play whole rounds."""
     target, models = loaded.models.target, loaded.models
     assert models.drafter is not None
-    ranks = GangTarget(
-        loaded.checkpoint,
-        "tp2",
-        slots=models.cache.slots,
-        taps=models.drafter.config.target_layer_ids,
-        dtype=target.dtype,
-        device=CPU,
-        linear=PlainLinear,
-        linear_setting="plain",
-        draft_linear=None,
-        threads=1,
-        tick=lambda: None,
-        rounds=RoundsSpec(
-            str(drafter),
-            models.block_size,
-            models.draft_noise,
-            target.vocab_size,
-            max_batch=2,
-            positions=128,
-            scratch=MOST_ROWS,
-            chunk=64,
-        ),  # fmt: skip
+    rounds = RoundsSpec(
+        str(drafter),
+        models.block_size,
+        models.draft_noise,
+        target.vocab_size,
+        max_batch=2,
+        positions=128,
+        scratch=MOST_ROWS,
+        chunk=64,
     )
+    taps = models.drafter.config.target_layer_ids
+    ranks = gang_target(loaded.checkpoint, "tp2", target.dtype, rounds, models.cache.slots, taps)
     ranks.limit_vocabulary(target.vocab_size)
     return ranks
 
