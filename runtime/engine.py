@@ -169,7 +169,7 @@ class Engine:
             return None
         result = played.result
         self.rounds += 1
-        if following == len(batch) == len(played.sequences):
+        if following == len(batch) == len(played.sequences) and self.stepwise is None:
             self.auto.learn(result, played.speculation)
         owners = {id(_sequence(running.ticket)): running for running in batch}
         emitted: list[int] = []

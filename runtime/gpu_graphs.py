@@ -51,6 +51,15 @@ class GraphRounds:
         self._rows: list[Sequence | None] = []
         self._host = HostBatch.empty(max_batch, models.target.device.type == "cuda")
 
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tree budgets that fill a captured round; one between costs what the next larger one does."""
+        return tuple(rows - 1 for rows in ROWS if rows > 1)
+
+    def size_for(self, batch: int) -> int:
+        """Sequences that the captured round for `batch` has room for; `batch` itself where there is none."""
+        return next((size for size in self._batches if size >= batch), batch)
+
     def refusal(self, batch: Seq[Sequence], speculation: Seq[Speculation]) -> str | None:
         """Why this batch has to be decoded step by step from the host; None if it need not."""
         if len(batch) > self._batches[-1]:
@@ -63,14 +72,21 @@ class GraphRounds:
                 return f"a tree of more than {MOST_ROWS - 1} nodes"
         return None
 
-    def prepare(self, progress: Callable[[float], object]) -> None:
+    def prepare(
+        self, progress: Callable[[float], object], *, auto: bool = False, draft_noise: bool = True
+    ) -> None:
         """Compiles and captures what one greedy request needs in each mode; `progress` is told the share done.
 
+        With `auto` every size that auto mode may choose, greedy and sampled: no change of its own may hold up a round.
         Other sizes follow at their first use: a moment where the kernels are compiled, some seconds where not.
         """
         drafts = self._models.drafter is not None
         shapes: list[Shape | PromptShape] = [
-            Shape(1, rows, context=drafts) for rows in ROWS if drafts or rows == 1
+            Shape(size, rows, noisy, shared=noisy and draft_noise and rows > 1, context=drafts)
+            for size in (self._batches if auto else [1])
+            for noisy in ((False, True) if auto else (False,))
+            for rows in ROWS
+            if drafts or rows == 1
         ]
         shapes += [PromptShape(rows, True, False, drafts) for rows in self.device.prefills]
         for done, shape in enumerate(shapes):

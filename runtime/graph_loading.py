@@ -48,7 +48,11 @@ def graph_rounds(
             return None, f"{STEPWISE} ({why})"
         device = RoundDevice(models, most, positions)
     graphs = GraphRounds(models, device, most)
-    graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
+    graphs.prepare(
+        lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"),
+        auto=config.mode == "auto",
+        draft_noise=config.draft_noise,
+    )
     return graphs, "rounds replayed as CUDA graphs"
 
 

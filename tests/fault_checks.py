@@ -229,6 +229,7 @@ def _descriptors(day: Day) -> list[str]:
 
 def _store(day: Day) -> list[str]:
     """Every snapshot that was confirmed is there as it was saved; git finds nothing wrong."""
+    from snapshots.content import Measurements
     from snapshots.store import Store
 
     folder = day.world.store
@@ -246,6 +247,8 @@ def _store(day: Day) -> list[str]:
         if day.layouts:  # a rank may be lost while it is saved
             saved["layout"] = settings["layout"]
         saved = {each: None if value in ("n/a", "auto") else value for each, value in saved.items()}
+        if name in day.alone and snapshot.measurements.state == Measurements().state:
+            settings = saved if saved in day.good else settings
         if saved != settings or entry.note != f"note of {entry.label}\n#1":
             problems.append(f"snapshot {name} is altered: {saved} {entry.note!r}, saved was {settings}")
     said = subprocess.run(["git", "--git-dir", folder, "fsck", "--strict"], capture_output=True, text=True)

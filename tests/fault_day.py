@@ -69,6 +69,8 @@ class Day:
     """A change under way, which a kill leaves undone or done."""
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Snapshots that were confirmed: id to settings."""
+    alone: set[str] = field(default_factory=set)
+    """Snapshots that may have been saved after the server was killed: of what it would start with, and marked so."""
     good: list[dict[str, Any]] = field(default_factory=list)
     """Settings that served."""
     layouts: bool = False
@@ -133,7 +135,10 @@ def save(day: Day) -> list[str]:
     arguments = ["snapshot", "save", "--label", label, "--no-fetch-originals", "--json"]
     status, said = day.world.run(*arguments, "--note", f"note of {label}\n#1")
     if status == 0:
-        day.kept[json.loads(said.splitlines()[-1])["snapshot"]["id"]] = before
+        name = json.loads(said.splitlines()[-1])["snapshot"]["id"]
+        day.kept[name] = before
+        if day.excused(KILLED):
+            day.alone.add(name)
         return []
     return _failed(day, "snapshot save", status, said, KILLED, FULL, BAD_FILES)
 
