@@ -18,7 +18,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from fault_day import BAD_FILES, FULL, KILLED, RAISED, STEPS, TRACKED, Day, Step
+from fault_day import BAD_FILES, FULL, KILLED, RAISED, STEPS, TRACKED, Day, Step, tracked
 from fault_kinds import FAULTS, Fault
 from fault_nursery import Nursery
 from fault_world import World, until
@@ -229,7 +229,6 @@ def _descriptors(day: Day) -> list[str]:
 
 def _store(day: Day) -> list[str]:
     """Every snapshot that was confirmed is there as it was saved; git finds nothing wrong."""
-    from snapshots.content import Measurements
     from snapshots.store import Store
 
     folder = day.world.store
@@ -243,12 +242,9 @@ def _store(day: Day) -> list[str]:
             problems.append(f"snapshot {name} is gone")
             continue
         entry, snapshot = store.load(name)
-        saved = {each: snapshot.config.get(each) for each in TRACKED}
+        saved = tracked(snapshot)
         if day.layouts:  # a rank may be lost while it is saved
             saved["layout"] = settings["layout"]
-        saved = {each: None if value in ("n/a", "auto") else value for each, value in saved.items()}
-        if name in day.alone and snapshot.measurements.state == Measurements().state:
-            settings = saved if saved in day.good else settings
         if saved != settings or entry.note != f"note of {entry.label}\n#1":
             problems.append(f"snapshot {name} is altered: {saved} {entry.note!r}, saved was {settings}")
     said = subprocess.run(["git", "--git-dir", folder, "fsck", "--strict"], capture_output=True, text=True)
