@@ -119,8 +119,7 @@ class Engine:
             )
         self._check_sampling(request)
         admitted = admit(request, self.config, self.loaded.limits, self.loaded.tokenizer)
-        self._serial += 1
-        request_id = request.request_id or f"r{self._serial}"
+        request_id = request.request_id or self._own_name()
         if request_id in self._requests:
             raise RequestRejected(f"request_id: {request_id} is in use by a running request", "request_id")
         stream = TextStream(self.loaded.tokenizer, request.sampling.stop, admitted.stop_token_ids)
@@ -128,6 +127,14 @@ class Engine:
         self._requests[request_id] = Running(ticket, sink)
         self.scheduler.enqueue(ticket)
         return request_id
+
+    def _own_name(self) -> str:
+        """A request id that nobody who still runs has chosen."""
+        while True:
+            self._serial += 1
+            name = f"r{self._serial}"
+            if name not in self._requests:
+                return name
 
     def _check_sampling(self, request: GenerateRequest) -> None:
         """Raises RequestRejected for settings this engine does not offer; it offers all."""
