@@ -21,9 +21,9 @@ from runtime.race import Arm
 PLAIN, CHAIN = Arm("off", 0), Arm("chain", 0)
 MEMORY = 0.02
 """Weight of a new round in what is accepted: the last 50 rounds count for most."""
-PRIOR = 5
+PRIOR = 20
 """Rounds that what was expected at first weighs as much as."""
-COSTS_KEPT = 9
+COSTS_KEPT = 25
 """Rounds of one size whose median is their cost: one that was held up by something else changes nothing."""
 EXACT_ROWS, STEP = 16, 1.07
 """Above so many rows, sizes within 7 % count as one."""

@@ -110,7 +110,7 @@ class GraphRounds:
     def play(self, batch: Seq[Sequence], speculation: Seq[Speculation], draft_noise: bool) -> Played:
         """One round. After a change of batch or settings it is the one in flight, of the sequences before."""
         shape = self.shape(batch, speculation, draft_noise)
-        flight = self._flight
+        flight, self._flight = self._flight, None
         if flight is not None and not self._continues(flight, shape, batch, speculation):
             played = self._collect(flight, batch)
             if played.sequences:
@@ -120,11 +120,10 @@ class GraphRounds:
             self.device.prepare(shape)
             self._upload(shape, batch, speculation)
             flight = self._launch(shape, speculation)
-        ahead = any(sequence.remaining > 1 for sequence in batch)
-        following = self._launch(shape, flight.speculation) if ahead else None
-        played = self._collect(flight, batch)
-        self._flight = following
-        return played
+        if any(sequence.remaining > 1 for sequence in batch):
+            # Known before the other is looked at: whatever happens there, rounds are collected in their order.
+            self._flight = self._launch(shape, flight.speculation)
+        return self._collect(flight, batch)
 
     @torch.inference_mode()
     def prefill(self, sequence: Sequence, room: int) -> tuple[OutputToken, str | None] | None:
@@ -162,7 +161,8 @@ class GraphRounds:
     @torch.inference_mode()
     def drain(self, batch: Seq[Sequence]) -> Played | None:
         """The round in flight, if there is one; nothing is launched."""
-        return None if self._flight is None else self._collect(self._flight, batch)
+        flight, self._flight = self._flight, None
+        return None if flight is None else self._collect(flight, batch)
 
     @torch.inference_mode()
     def row_logits(self, token_ids: Seq[int], slot_start: int) -> Tensor | None:
@@ -252,7 +252,6 @@ class GraphRounds:
 
     def _collect(self, flight: _Flight, live: Seq[Sequence]) -> Played:
         """Waits for a round and takes its results into the sequences that are still there."""
-        self._flight = None
         results = flight.results()
         table, marks = results.table, results.stamps
         there = {id(sequence) for sequence in live}
