@@ -226,7 +226,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         chosen = event.status.calibration
         if chosen and (before is None or before.calibration != chosen):
             self.book.event(f"budget: {chosen}")
-        if before != event.status:
+        if before is not None and before.model_copy(update=_counts(event.status)) == event.status:
+            self.view = dataclasses.replace(self.view, status=event.status)  # figures are drawn once a second
+        else:
             self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
@@ -395,6 +397,11 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
         yield from self.other_commands()
+
+
+def _counts(status: Status) -> dict[str, int]:
+    """What of a status changes from second to second."""
+    return {name: getattr(status, name) for name in ("running", "waiting", "slots_used", "slots_cached")}
 
 
 def no_color() -> bool:

@@ -11,7 +11,9 @@ from console.frame import entitle
 from console.panel import Panel
 
 CELL_S = 2
-"""Seconds in a cell of a chart over time, which is what braille dots resolve; it is drawn anew as often."""
+"""Seconds in a cell of a chart over time, which is what braille dots resolve."""
+DRAW_S = 2 * CELL_S
+"""Seconds by which a curve moves at a time: to draw it costs more than all figures of a screen."""
 MIN_WIDTH, MIN_HEIGHT = 12, 2
 """Cells under which no axis fits; the chart is then blank, its title remains."""
 LABEL_CHARS = 6
@@ -51,17 +53,20 @@ class TimeChart(Panel):
         self._plot()
 
     def _plot(self) -> None:
-        entitle(self, f"{self._title}, {self._seconds} s{self._key}" if self._seconds else f"{self._title}{self._key}")
+        entitle(
+            self,
+            f"{self._title}, {self._seconds} s{self._key}" if self._seconds else f"{self._title}{self._key}",
+        )
         self.put(self._curve())
 
     def _fits(self) -> bool:
         return True  # its height is given, whatever it shows
 
     def _is_like(self, values: Values) -> bool:
-        """Whether `values` are those shown, moved by less than a cell; the last second is still going on."""
+        """Whether `values` are those shown, moved by less than DRAW_S; the last second is still going on."""
         shown = self._values
-        return len(values) == len(shown) > CELL_S and any(
-            values[: -1 - moved] == shown[moved:-1] for moved in range(CELL_S)
+        return len(values) == len(shown) > DRAW_S and any(
+            values[: -1 - moved] == shown[moved:-1] for moved in range(DRAW_S)
         )
 
     @property

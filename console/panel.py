@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Span, Text
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
-from textual.visual import Visual
+from textual.style import Style as VisualStyle
 from textual.widgets import Static
+
+MOST_STYLES = 2000
+"""Of pieces of text that a panel keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Row:
 
     plain: str
     spans: tuple[Span, ...]
-    style: Any
+    style: str | Style
     """Of the whole text."""
 
 
@@ -47,13 +52,15 @@ class Panel(Static):
     def __init__(self, title: str = "", **options: Any) -> None:
         super().__init__(markup=False, classes=options.pop("classes", "panel"), **options)
         self.border_title = title
+        self.auto_links = False  # there are none, and to look for them costs
         self._drawn = Text("")
         self._content: Content | None = None
         """`_drawn` as Textual takes it, once it is asked for."""
         self._rows: tuple[Row, ...] = ()
         self._strips: dict[int, Strip] = {}
-        """Rows of `_rows` as they were drawn for `_drawn_for`."""
-        self._drawn_for: tuple[object, ...] = ()
+        """Rows of `_rows` as they were drawn, with the styles of pieces by place, all for `_drawn_as`."""
+        self._styles: dict[tuple[object, ...], Style] = {}
+        self._drawn_as: VisualStyle | None = None
 
     def put(self, text: Text) -> None:
         """Draws `text`; only another number of lines has the whole screen laid out again."""
@@ -94,7 +101,7 @@ class Panel(Static):
 
     def notify_style_update(self) -> None:
         self._content = None  # the colours of named styles are in it, and in what was drawn
-        self._strips.clear()
+        self._drawn_as = None
         super().notify_style_update()
 
     def render(self) -> Content:
@@ -103,18 +110,36 @@ class Panel(Static):
         return self._content
 
     def render_line(self, y: int) -> Strip:
-        if self.text_selection is not None or y >= len(self._rows) or not self._by_row:
-            return super().render_line(y)
         width = self.content_size.width
-        drawn_for = (width, self.visual_style)
-        if drawn_for != self._drawn_for:
+        if self.text_selection is not None or y >= len(self._rows) or cell_len(self._rows[y].plain) > width:
+            return super().render_line(y)
+        if self._drawn_as != self.visual_style:
+            self._drawn_as = self.visual_style
             self._strips.clear()
-            self._drawn_for = drawn_for
+            self._styles.clear()
         if y not in self._strips:
-            row = self._rows[y]
-            text = Text(row.plain, row.style, spans=list(row.spans))
-            content = Content.from_rich_text(text, console=self.app.console)
-            strips = Visual.to_strips(self, content, width, 1, self.visual_style)
-            # The place of each piece, by which the mouse selects text.
-            self._strips[y] = strips[0].apply_offsets(0, y) if strips else Strip.blank(width)
+            self._strips[y] = self._strip(self._rows[y], y)
         return self._strips[y]
+
+    def _strip(self, row: Row, y: int) -> Strip:
+        """What Textual makes of a row that need not be cut, from styles that were made for the text before."""
+        borders = sorted({0, len(row.plain), *(edge for span in row.spans for edge in span[:2])})
+        pieces = []
+        for left, right in pairwise(borders):
+            names = tuple(span.style for span in row.spans if span.start <= left and right <= span.end)
+            pieces.append(Segment(row.plain[left:right], self._style((row.style, *names), left, y)))
+        return Strip(pieces, cell_len(row.plain))
+
+    def _style(self, names: tuple[str | Style, ...], x: int, y: int) -> Style:
+        """Of a piece that begins at column `x` of line `y`, by which the mouse selects text."""
+        key = (names, x, y)
+        if key not in self._styles:
+            if len(self._styles) > MOST_STYLES:
+                self._styles.clear()
+            style = self.visual_style
+            for name in names:
+                if name:
+                    named = self.app.console.get_style(name, default="")
+                    style += VisualStyle.from_rich_style(named, self.app.ansi_theme)
+            self._styles[key] = style.rich_style_with_offset(x, y)
+        return self._styles[key]
