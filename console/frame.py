@@ -108,7 +108,9 @@ class View:
 
 def entitle(widget: Widget, title: str) -> None:
     """Gives `widget` a border title; even the same one would have it drawn again."""
-    if widget.border_title != title:
+    if isinstance(widget, Panel):
+        widget.entitle(title)
+    elif widget.border_title != title:
         widget.border_title = title
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -49,9 +49,12 @@ def rows_of(text: Text) -> tuple[Row, ...]:
 class Panel(Static):
     """A titled block of text that is drawn again only where its text differs."""
 
+    _only_title = False
+    """The border alone is to be drawn again."""
+
     def __init__(self, title: str = "", **options: Any) -> None:
         super().__init__(markup=False, classes=options.pop("classes", "panel"), **options)
-        self.border_title = title
+        self.border_title = self._title_text = title
         self.auto_links = False  # there are none, and to look for them costs
         self._drawn = Text("")
         self._content: Content | None = None
@@ -80,6 +83,20 @@ class Panel(Static):
             self.refresh(*(Region(0, number, width, 1) for number in differing))
         else:
             self.refresh()
+
+    def entitle(self, title: str) -> None:
+        """Gives the border a title; the text below is not drawn again for it."""
+        if title != self._title_text:
+            self._title_text, self._only_title = title, bool(self.size)
+            self.border_title = title
+            self._only_title = False
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        if self._only_title:
+            regions = (Region(-self.content_offset.x, -1, self.outer_size.width, 1),)
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     @property
     def _by_row(self) -> bool:
