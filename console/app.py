@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual import events
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 from textual.screen import Screen
 
 from console import messages
@@ -156,6 +157,12 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         await self.action_screen_named(self.first_screen)
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start)
+
+    def _handle_exception(self, error: Exception) -> None:
+        # Textual puts no parts on a screen that is being made when the end is asked for: what looks for them fails.
+        if self._exit and isinstance(error, NoMatches):
+            return
+        super()._handle_exception(error)
 
     def _start(self) -> None:
         gc.enable()

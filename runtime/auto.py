@@ -4,7 +4,8 @@ Expected speed of a setting = sequences x tokens a round / seconds a round. Seco
 verify by the rows it had, the rest by batch. Tokens a round come from the trees that were verified: a smaller tree is
 the likeliest part of a larger one and the text does not depend on the tree, so one round tells what every smaller
 budget and the chain would have had accepted. Settings that a round tells nothing of move along with those it tells of,
-and are tried once in a while. A change needs a clear gain and is not made again at once.
+and are tried once in a while; so are those whose rounds were hardly timed and that may be as fast. A change needs a
+clear gain and is not made again at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from runtime.race import Arm
 PLAIN, CHAIN = Arm("off", 0), Arm("chain", 0)
 MEMORY = 0.02
 """Weight of a new round in what is accepted: the last 50 rounds count for most."""
-COSTS_KEPT = 9
+PRIOR = 20
+"""Rounds that what was expected at first weighs as much as."""
+COSTS_KEPT = 25
 """Rounds of one size whose median is their cost: one that was held up by something else changes nothing."""
 EXACT_ROWS, STEP = 16, 1.07
 """Above so many rows, sizes within 7 % count as one."""
@@ -31,13 +34,17 @@ GAIN = 0.03
 PLAINLY = 0.2
 """A gain that needs no waiting."""
 HOLD_ROUNDS = 8
-"""Rounds between two changes at the same load, unless the gain is plain."""
+"""Fewest rounds between two changes at the same load, unless the gain is plain."""
 LOOK_UP_ROUNDS = 8
 """The next larger tree is played this often: a tree tells nothing of larger ones."""
-PROBE_COST = 0.01
+TIMED, NEAR = 3, 0.1
+"""A setting that is expected to be at most 10 % slower is tried until its rounds of this size were timed so often."""
+PROBE_COST = 0.005
 """Share of the time that trying a setting may lose."""
 PROBE_FIRST, PROBE_MOST = 16, 256
-"""Rounds until a setting that nothing was learnt of lately is tried for one round; doubles while nothing changes."""
+"""Rounds until a setting that nothing was learnt of lately is tried; doubles while nothing changes."""
+TRY_ROUNDS = 8
+"""Rounds a setting is tried for where a change takes time; else one."""
 
 Node = tuple[int, int, int, float]
 """Token id, parent, depth, log-probability of its path, as `runtime.round.SequenceRound` has them."""
@@ -68,10 +75,20 @@ class Auto:
     """The choice for all sequences that leave it open."""
 
     def __init__(
-        self, budgets: Iterable[int], horizon: int, accepts: Mapping[Arm, float] | None = None
+        self,
+        budgets: Iterable[int],
+        horizon: int,
+        accepts: Mapping[Arm, float] | None = None,
+        change_rounds: float = 0.0,
     ) -> None:
-        """`horizon`: drafts of a chain; `accepts`: tokens a round as measured before, bonus token included."""
+        """`horizon`: drafts of a chain; `accepts`: tokens a round as measured before, bonus token included.
+
+        `change_rounds`: the time, in rounds, that playing another setting than in the round before takes by itself; to
+        try one takes two changes.
+        """
         self.horizon = horizon
+        self._change_rounds = change_rounds
+        self._try_rounds = TRY_ROUNDS if change_rounds else 1
         trees = [Arm("tree", budget) for budget in sorted(set(budgets)) if budget > 0]
         self.arms = (PLAIN, CHAIN, *trees) if horizon > 0 else (PLAIN,)
         self.arm = trees[len(trees) // 2] if trees and horizon > 0 else PLAIN
@@ -80,52 +97,62 @@ class Auto:
         self._verify = _Cost()
         self._other = {False: _Cost(), True: _Cost()}
         self._batch = 0
-        self._since_change = HOLD_ROUNDS
-        self._since_probe = 0
-        self._since_told: dict[Arm, int] = dict.fromkeys(self.arms, 0)
+        self._hold = max(HOLD_ROUNDS, change_rounds / PROBE_COST)
+        self._news = False
+        """Whether anything was learnt since the last choice."""
+        self._round = 0
+        self._changed_at = -self._hold
+        self._probed_at = 0
+        self._told: dict[Arm, int] = dict.fromkeys(self.arms, 0)
+        self._told_at: dict[Arm, int] = dict.fromkeys(self.arms, 0)
         self._probe_every = PROBE_FIRST
         self._probing: Arm | None = None
+        self._tried = 0
+        """Rounds that the setting being tried was played for."""
 
-    def choose(self, batch: int, other_rows: int = 0) -> Arm:
-        """The setting of the next round of `batch` sequences beside `other_rows` rows of others."""
+    def choose(self, batch: int) -> Arm:
+        """The setting of the next round of `batch` sequences."""
         moved = batch != self._batch
         self._batch = batch
+        self._round += 1
+        if self._probing is not None and self._tried < self._try_rounds and not moved:
+            self._tried += 1
+            return self._probing
         self._probing = None
-        if self._verify.known:
-            speeds = {arm: self.speed(arm, batch, other_rows) for arm in self.arms}
+        if self._verify.known and (moved or self._news):
+            self._news = False
+            speeds = {arm: self.speed(arm, batch) for arm in self.arms}
             best = max(speeds, key=speeds.__getitem__)
             gain = speeds[best] / speeds[self.arm] - 1 if speeds[self.arm] > 0 else 1.0
-            held = self._since_change < HOLD_ROUNDS and not moved and gain < PLAINLY
+            held = self._round - self._changed_at <= self._hold and not moved and gain < PLAINLY
             if best != self.arm and gain > GAIN and not held:
                 self._change(best, batch, gain)
             else:
-                self._probing = self._probe(speeds, other_rows)
-        self._since_change += 1
-        self._since_probe += 1
+                self._probing, self._tried = self._probe(speeds), 1
         return self._probing or self.arm
 
-    def speed(self, arm: Arm, batch: int, other_rows: int = 0) -> float:
+    def speed(self, arm: Arm, batch: int) -> float:
         """Expected tokens per second over `batch` sequences; 0 where nothing is known of the cost."""
-        seconds = self._seconds(arm, batch, other_rows)
+        seconds = self._seconds(arm, batch)
         return batch * self._accepts[arm] / seconds if seconds > 0 else 0.0
 
-    def _seconds(self, arm: Arm, batch: int, other_rows: int) -> float:
-        rows = other_rows + batch * (1 + self._nodes(arm))
-        return self._verify.at(rows) + self._other[arm != PLAIN].at(batch)
+    def _seconds(self, arm: Arm, batch: int) -> float:
+        return self._verify.at(self.rows(arm, batch)) + self._other[arm != PLAIN].at(batch)
 
     def saw(self, observed: Observed) -> None:
         """Learns from a round."""
         self._verify.learn(observed.rows, observed.verify_s)
         self._other[observed.arm != PLAIN].learn(observed.batch, observed.other_s)
-        for arm in self.arms:
-            self._since_told[arm] += 1
+        self._news = True
         if observed.arm == PLAIN or not observed.outcomes:
             return
-        told = self._told(observed)
+        told = self._lengths(observed)
         before = self._accepts[observed.arm]
         for arm, tokens in told.items():
-            self._accepts[arm] += MEMORY * (tokens - self._accepts[arm])
-            self._since_told[arm] = 0
+            self._told[arm] += 1
+            weight = max(MEMORY, 1 / (PRIOR + self._told[arm]))
+            self._accepts[arm] += weight * (tokens - self._accepts[arm])
+            self._told_at[arm] = self._round
         # What this round was silent about moves as what was played: easy text is easy for every tree.
         shift = (self._accepts[observed.arm] - 1) / max(before - 1, 0.05)
         for arm in self.arms:
@@ -133,7 +160,7 @@ class Auto:
                 self._accepts[arm] = 1 + (self._accepts[arm] - 1) * shift
         self._keep_order()
 
-    def _told(self, observed: Observed) -> dict[Arm, float]:
+    def _lengths(self, observed: Observed) -> dict[Arm, float]:
         """Mean tokens a round that each setting would have had, of those that the round tells of."""
         trees = [
             arm for arm in self.arms if arm.mode == "tree" and arm.tree_budget <= observed.arm.tree_budget
@@ -162,38 +189,47 @@ class Auto:
             f"({self._accepts[best]:.2f} tokens a round against {self._accepts[self.arm]:.2f})"
         )
         self.arm = best
-        self._since_change = 0
+        self._changed_at = self._round
         self._probe_every = PROBE_FIRST
 
-    def _probe(self, speeds: Mapping[Arm, float], other_rows: int) -> Arm | None:
+    def _probe(self, speeds: Mapping[Arm, float]) -> Arm | None:
         """A setting to play for one round because nothing was learnt of it lately: one that costs little to try.
 
-        Of a tree in force that is the next larger one; else the most promising.
+        Of a tree in force that is the next larger one; else what may be as fast; else the most promising.
         """
         at = self.arms.index(self.arm)
         larger = self.arms[at + 1 : at + 2] if self.arm.mode == "tree" else ()
-        if any(self._may_try(arm, LOOK_UP_ROUNDS, speeds, other_rows) for arm in larger):
+        if any(self._may_try(arm, LOOK_UP_ROUNDS, speeds) for arm in larger):
             return larger[0]
+        if self._round - self._probed_at >= PROBE_FIRST:
+            near = [arm for arm in self.arms if speeds[arm] > (1 - NEAR) * speeds[self.arm]]
+            untimed = [arm for arm in near if self._verify.times(self.rows(arm, self._batch)) < TIMED]
+            if untimed:
+                self._probed_at = self._round
+                return max(untimed, key=speeds.__getitem__)
         others = [arm for arm in self.arms if arm not in (self.arm, PLAIN)]
         if self.arm == PLAIN:
             others = [max(others, key=speeds.__getitem__)] if others else []
-        silent = [arm for arm in others if self._may_try(arm, self._probe_every, speeds, other_rows)]
-        if not silent or self._since_probe < self._probe_every:
+        silent = [arm for arm in others if self._may_try(arm, self._probe_every, speeds)]
+        if not silent or self._round - self._probed_at < self._probe_every:
             return None
         self._probe_every = min(2 * self._probe_every, PROBE_MOST)
-        self._since_probe = 0
+        self._probed_at = self._round
         return max(silent, key=speeds.__getitem__)
 
-    def _may_try(self, arm: Arm, rounds: int, speeds: Mapping[Arm, float], other_rows: int) -> bool:
-        """Whether it was silent for so many rounds, and for so long that one round of it costs under 1 % of them."""
-        usual = self._seconds(self.arm, self._batch, other_rows)
+    def _may_try(self, arm: Arm, rounds: int, speeds: Mapping[Arm, float]) -> bool:
+        """Whether it was silent for so many rounds, and for so long that to try it costs under 0.5 % of them."""
+        usual = self._seconds(self.arm, self._batch)
         if not usual or not speeds[self.arm]:
             return False
-        lost = self._seconds(arm, self._batch, other_rows) * (1 - speeds[arm] / speeds[self.arm]) / usual
-        return self._since_told[arm] >= max(rounds, lost / PROBE_COST)
+        lost = self._seconds(arm, self._batch) * (1 - speeds[arm] / speeds[self.arm]) / usual
+        cost = self._try_rounds * lost + 2 * self._change_rounds
+        return self._round - self._told_at[arm] >= max(rounds, cost / PROBE_COST)
 
-    def _nodes(self, arm: Arm) -> int:
-        return 0 if arm == PLAIN else self.horizon if arm == CHAIN else arm.tree_budget
+    def rows(self, arm: Arm, batch: int) -> int:
+        """Rows that the target verifies for `batch` sequences whose trees are full."""
+        nodes = 0 if arm == PLAIN else self.horizon if arm == CHAIN else arm.tree_budget
+        return batch * (1 + nodes)
 
 
 class _Cost:
@@ -204,14 +240,24 @@ class _Cost:
         self._seen: dict[int, deque[float]] = {}
 
     def learn(self, size: int, value: float) -> None:
-        if size > EXACT_ROWS:
-            size = round(EXACT_ROWS * STEP ** round(math.log(size / EXACT_ROWS, STEP)))
+        size = _about(size)
         seen = self._seen.setdefault(size, deque(maxlen=COSTS_KEPT))
         seen.append(value)
         self.known[size] = statistics.median(seen)
 
+    def times(self, size: int) -> int:
+        """How often rounds of this size were timed, `COSTS_KEPT` at most."""
+        return len(self._seen.get(_about(size), ()))
+
     def at(self, size: int) -> float:
         return _between(self.known, size)
+
+
+def _about(size: int) -> int:
+    """The size that stands for all within a step."""
+    return (
+        size if size <= EXACT_ROWS else round(EXACT_ROWS * STEP ** round(math.log(size / EXACT_ROWS, STEP)))
+    )
 
 
 def _guess(arm: Arm) -> float:

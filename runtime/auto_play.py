@@ -19,7 +19,9 @@ LEARNT_FROM = 4
 """Sequences of a round whose trees are looked at: reading a tree costs the host time that the round waits for."""
 EVERY = 8
 """Of the rounds of a GPU, which take less than a millisecond and wait for a host that takes longer, one of so many is
-learnt from, and those that try another setting; a setting that is tried more rarely also interrupts them less often."""
+learnt from, and those that try another setting."""
+CHANGE_ROUNDS = 1.0
+"""What a change costs a GPU: the round in flight is waited for, and the state is written anew before the next one."""
 logger = logging.getLogger("ddtree")
 
 
@@ -30,10 +32,13 @@ class AutoPlay:
         most = loaded.limits.max_tree_budget
         self._drafts = loaded.no_drafter_reason is None
         horizon = loaded.models.draft_horizon if self._drafts else 0
-        self._auto = Auto((each for each in BUDGETS if each <= most), horizon, _accepts(loaded))
+        self._graphs = loaded.graphs
+        budgets = [each for each in (self._graphs.budgets if self._graphs else BUDGETS) if each <= most]
+        change = CHANGE_ROUNDS if self._graphs else 0.0
+        self._auto = Auto(budgets, horizon, _accepts(loaded, budgets), change)
         self._arm: Arm = self._auto.arm
         self._round = 0
-        self._every = 1 if loaded.graphs is None else EVERY
+        self._every = EVERY if self._graphs else 1
 
     @property
     def told(self) -> str:
@@ -55,7 +60,7 @@ class AutoPlay:
         if following == 0:
             return
         before = self._auto.arm
-        self._arm = self._auto.choose(following)
+        self._arm = self._auto.choose(self._size(following))
         if self._auto.arm != before:
             logger.info("auto: %s", self._auto.reason)
 
@@ -77,17 +82,21 @@ class AutoPlay:
         turned = [result.sequences[(at + self._round) % batch] for at in range(batch)]
         outcomes = [Outcome(each.nodes, each.path) for each in turned if len(each.nodes) > 1][:LEARNT_FROM]
         other_s = draft + tree + accept + commit
-        seen = Observed(arm, batch, result.nodes, verify, other_s, outcomes)
-        self._auto.saw(seen)
+        rows = self._auto.rows(arm, self._size(batch)) if self._graphs else result.nodes
+        self._auto.saw(Observed(arm, self._size(batch), rows, verify, other_s, outcomes))
+
+    def _size(self, batch: int) -> int:
+        """Sequences that a round of `batch` computes: captured rounds have room for more than may be there."""
+        return self._graphs.size_for(batch) if self._graphs else batch
 
 
-def _accepts(loaded: Loaded) -> Mapping[Arm, float]:
+def _accepts(loaded: Loaded, budgets: Seq[int]) -> Mapping[Arm, float]:
     """Tokens a round by budget as measured with the drafter, where it brings such figures."""
     from runtime.calibrate import interpolate, measured_accept_lengths
 
     points = measured_accept_lengths(loaded)
     if not points:
         return {}
-    trees = {Arm("tree", budget): interpolate(points, budget) for budget in BUDGETS}
+    trees = {Arm("tree", budget): interpolate(points, budget) for budget in budgets}
     # A chain is accepted about as far as the smallest tree, whose likeliest path it is.
     return trees | {CHAIN: min(trees.values())}

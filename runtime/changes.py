@@ -21,10 +21,10 @@ NOTHING: Mapping[str, str] = {}
 SPARE = 1.5
 """Memory that must be free to build an engine beside another one, as a multiple of what that one takes."""
 CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Where limit and use of memory stand in a container, version 2 and 1."""
+"""Where limit and use of memory stand in a container, version 2 and 1, and how its `memory.stat` names totals."""
 
 
 def plan_change(
@@ -212,10 +212,20 @@ def available_memory() -> int | None:
     except ImportError:
         return None
     free = int(psutil.virtual_memory().available)
-    for limit, used in CGROUPS:
+    for folder, limit, used, prefix in CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or no limit
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            room = int((folder / limit).read_text()) - int((folder / used).read_text())
+            free = min(free, room + _file_pages(folder, prefix))
     return free
+
+
+def _file_pages(folder: Path, prefix: str) -> int:
+    """Bytes of files that a container's use counts and its kernel gives up when they are wanted; 0 where it does not
+    tell."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return 0
 
 
 def outage(

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.kv_cache import Geometry
 from runtime.models import LARGEST
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -55,6 +56,10 @@ class DrafterConfig:
     def draft_horizon(self) -> int:
         """Deepest drafted position: `block_size - 1`."""
         return self.block_size - 1
+
+    def geometry(self, dtype: torch.dtype) -> Geometry:
+        """Shape of the drafter's KV slots, of the target's committed tokens."""
+        return Geometry(self.num_hidden_layers, self.num_key_value_heads, self.head_dim, dtype)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], where: str) -> DrafterConfig:

@@ -119,8 +119,7 @@ class Engine:
             )
         self._check_sampling(request)
         admitted = admit(request, self.config, self.loaded.limits, self.loaded.tokenizer)
-        self._serial += 1
-        request_id = request.request_id or f"r{self._serial}"
+        request_id = request.request_id or self._own_name()
         if request_id in self._requests:
             raise RequestRejected(f"request_id: {request_id} is in use by a running request", "request_id")
         stream = TextStream(self.loaded.tokenizer, request.sampling.stop, admitted.stop_token_ids)
@@ -128,6 +127,14 @@ class Engine:
         self._requests[request_id] = Running(ticket, sink)
         self.scheduler.enqueue(ticket)
         return request_id
+
+    def _own_name(self) -> str:
+        """A request id that nobody who still runs has chosen."""
+        while True:
+            self._serial += 1
+            name = f"r{self._serial}"
+            if name not in self._requests:
+                return name
 
     def _check_sampling(self, request: GenerateRequest) -> None:
         """Raises RequestRejected for settings this engine does not offer; it offers all."""
@@ -157,7 +164,7 @@ class Engine:
         """Starts what fits, prefills a chunk, decodes one round; returns the round's figures if there was one."""
         self._start()
         self._prefill()
-        batch = [running for running in self._active() if running.ticket.sequence.prefilled]  # type: ignore[union-attr]
+        batch = [running for running in self._active() if _sequence(running.ticket).prefilled]
         if not batch:
             return None
         sequences = [_sequence(running.ticket) for running in batch]
@@ -169,7 +176,7 @@ class Engine:
             return None
         result = played.result
         self.rounds += 1
-        if following == len(batch) == len(played.sequences):
+        if following == len(batch) == len(played.sequences) and self.stepwise is None:
             self.auto.learn(result, played.speculation)
         owners = {id(_sequence(running.ticket)): running for running in batch}
         emitted: list[int] = []
@@ -373,7 +380,7 @@ class Engine:
             emitted=sum(emitted),
             accept_lengths=tuple(emitted),
             draft_depths=tuple(outcome.draft_depth for outcome in result.sequences),
-            stage_s=result.stage_s,  # type: ignore[arg-type]
+            stage_s=result.stage_s,
             slots_used=self.scheduler.slots_used,
             slots_total=self.models.cache.slots,
             prefill_tokens=self.prefilled_tokens - tokens,

@@ -288,7 +288,7 @@ class EngineThread(Rebuilder):
             return False
 
         if not engine.modes_by_request:
-            self._measured = True
+            self._idle.failed()
             return
         try:
             measured = measure_baselines(engine, interrupted)

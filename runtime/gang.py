@@ -16,6 +16,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import struct
 import tempfile
 import threading
 import time
@@ -106,6 +108,12 @@ def _end_with_parent(folder: str) -> None:
     connection.wait([parent.sentinel])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
+
+
+def _limit_sending(pipe: connection.Connection) -> None:
+    """Has a message that the other end does not take within a pass raise BlockingIOError."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STEP_S), 0))
 
 
 def _context(anew: bool) -> Any:
@@ -202,6 +210,7 @@ class Gang:
 
     def _start(self, context: Any, spec: RankSpec) -> None:
         mine, theirs = context.Pipe()
+        _limit_sending(mine)
         rank = context.Process(
             target=_rank, args=(spec, theirs), name=f"ddtree rank {spec.rank}", daemon=True
         )
@@ -216,6 +225,9 @@ class Gang:
         for index, pipe in enumerate(self._pipes):
             try:
                 pipe.send_bytes(message)
+            except BlockingIOError:
+                cause = f"rank {index} hangs or is stopped: it took no message for {STEP_S:g} s"
+                raise self._fault(None, cause) from None
             except OSError:
                 raise self._fault(index, "") from None
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from runtime.fused import head_dim_of
 from runtime.gang import RankSpec
 from runtime.gang_step import ANSWER, ERROR, PING, PONG, READY, step_of, to_bytes, unpack
 from runtime.kv_cache import Geometry, Pool
@@ -114,15 +115,14 @@ class Stage:
         self.layers = stage_layers(spec.rank, layers) if self.pipeline else range(layers)
         model = self._load(spec.layout, checkpoint, architecture, config)
         self.held = sum(_local(each).numel() for each in model.model.parameters())
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        width, heads, kv_heads = (int(getattr(config, name)) for name in names)
-        head_dim = int(getattr(config, "head_dim", None) or width // heads)
+        kv_heads = int(config.num_key_value_heads)
         if splits_attention(spec.layout, fields):
             kv_heads //= RANKS
         self.model = model.model
         self.whole = sum(each.numel() for each in self.model.parameters()) if not self.pipeline else self.held
-        self.pool = Pool(Geometry(len(self.layers), kv_heads, head_dim, self.dtype), spec.slots, self.device)
-        self.width = width
+        geometry = Geometry(len(self.layers), kv_heads, head_dim_of(config), self.dtype)
+        self.pool = Pool(geometry, spec.slots, self.device)
+        self.width = int(config.hidden_size)
         if self.pipeline:
             replace_linears(self.model, choose_linear(spec.linear, self.dtype, self.device)[0])
         self._tapped: dict[int, Tensor] = {}
@@ -198,7 +198,7 @@ class Stage:
     def run(self, message: bytes) -> bytes | None:
         """One pass; hidden states and tapped features `[rows, (1 + taps) * hidden]` where this rank answers."""
         packed = unpack(message, self.device)
-        step = step_of(packed, self.pool)
+        step = step_of(packed, [self.pool])
         self._tapped.clear()
         given: dict[str, Any] = {"input_ids": packed.token_ids.unsqueeze(0)}
         before: list[Tensor] = []

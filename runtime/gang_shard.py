@@ -91,7 +91,7 @@ class Shard:
             answer = self._rounds.run(message)
             return answer if self._answers else None
         packed = unpack(message, self._device)
-        step = step_of(packed, self.pools[0])
+        step = step_of(packed, self.pools)
         out = self._target.forward(packed.token_ids, packed.positions, step)
         if not self._answers:
             return None
@@ -107,7 +107,7 @@ def _drafter(
     folder = Path(rounds.drafter)
     config = read_drafter_config(folder)
     drafter = FusedDrafter(load_drafter(folder, config, dtype, device), PlainLinear)
-    return drafter, Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
+    return drafter, config.geometry(dtype)
 
 
 def _share(config: Any) -> Any:

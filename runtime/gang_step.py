@@ -101,11 +101,11 @@ def unpack(message: bytes, device: torch.device) -> PackedStep:
     return PackedStep(token_ids.to(device), positions, tuple(segments), tuple(moves))
 
 
-def step_of(packed: PackedStep, pool: Pool) -> Step:
-    """Makes the moves of `packed` in `pool` and returns its pass over it."""
+def step_of(packed: PackedStep, pools: Seq[Pool]) -> Step:
+    """Makes the moves of `packed` in `pools`, the target's first, and returns its pass over that one."""
     for move in packed.moves:
-        make_move(move, [pool])
-    return Step.of(pool, packed.segments)
+        make_move(move, pools)
+    return Step.of(pools[0], packed.segments)
 
 
 def make_move(move: Move, pools: Seq[Pool]) -> None:

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.gpu_pass import MOST_ROWS
 from runtime.gpu_round import CHUNK, STAMPS, STOPS, GpuRound, PromptShape, Shape
 from runtime.round import Models
 
 RING = 3
 """Host buffers: one being read, one in flight, one to spare."""
-PROMPT_STATE = 7
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,9 @@ class RoundDevice:
         self.block, self.prefills = self._round.block, self._round.prefills
         self._graphs: dict[Shape | PromptShape, Callable[[], object]] = {}
         self._launches = 0
-        words = max_batch * (4 + 2 * self.block + 4 * MOST_ROWS)
-        self._ring = [self._pinned(words, torch.int32) for _ in range(RING)]
+        self._ring = [self._pinned(self._round.out.numel(), torch.int32) for _ in range(RING)]
         self._stamps = [self._pinned(STAMPS, torch.int64) for _ in range(RING)]
-        self._numbers = self._pinned(PROMPT_STATE, torch.int32)
+        self._numbers = self._pinned(self._round.prompt_state.numel(), torch.int32)
         self._odds = self._pinned((3, 1), torch.float32)
         self._prompt_ids = self._pinned(self.prefills[-1], torch.int32)
         self._first = self._pinned(1, torch.int32)

@@ -51,6 +51,15 @@ class GraphRounds:
         self._rows: list[Sequence | None] = []
         self._host = HostBatch.empty(max_batch, models.target.device.type == "cuda")
 
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tree budgets that fill a captured round; one between costs what the next larger one does."""
+        return tuple(rows - 1 for rows in ROWS if rows > 1)
+
+    def size_for(self, batch: int) -> int:
+        """Sequences that the captured round for `batch` has room for; `batch` itself where there is none."""
+        return next((size for size in self._batches if size >= batch), batch)
+
     def refusal(self, batch: Seq[Sequence], speculation: Seq[Speculation]) -> str | None:
         """Why this batch has to be decoded step by step from the host; None if it need not."""
         if len(batch) > self._batches[-1]:
@@ -63,14 +72,21 @@ class GraphRounds:
                 return f"a tree of more than {MOST_ROWS - 1} nodes"
         return None
 
-    def prepare(self, progress: Callable[[float], object]) -> None:
+    def prepare(
+        self, progress: Callable[[float], object], *, auto: bool = False, draft_noise: bool = True
+    ) -> None:
         """Compiles and captures what one greedy request needs in each mode; `progress` is told the share done.
 
+        With `auto` every size that auto mode may choose, greedy and sampled: no change of its own may hold up a round.
         Other sizes follow at their first use: a moment where the kernels are compiled, some seconds where not.
         """
         drafts = self._models.drafter is not None
         shapes: list[Shape | PromptShape] = [
-            Shape(1, rows, context=drafts) for rows in ROWS if drafts or rows == 1
+            Shape(size, rows, noisy, shared=noisy and draft_noise and rows > 1, context=drafts)
+            for size in (self._batches if auto else [1])
+            for noisy in ((False, True) if auto else (False,))
+            for rows in ROWS
+            if drafts or rows == 1
         ]
         shapes += [PromptShape(rows, True, False, drafts) for rows in self.device.prefills]
         for done, shape in enumerate(shapes):
@@ -94,7 +110,7 @@ class GraphRounds:
     def play(self, batch: Seq[Sequence], speculation: Seq[Speculation], draft_noise: bool) -> Played:
         """One round. After a change of batch or settings it is the one in flight, of the sequences before."""
         shape = self.shape(batch, speculation, draft_noise)
-        flight = self._flight
+        flight, self._flight = self._flight, None
         if flight is not None and not self._continues(flight, shape, batch, speculation):
             played = self._collect(flight, batch)
             if played.sequences:
@@ -104,11 +120,10 @@ class GraphRounds:
             self.device.prepare(shape)
             self._upload(shape, batch, speculation)
             flight = self._launch(shape, speculation)
-        ahead = any(sequence.remaining > 1 for sequence in batch)
-        following = self._launch(shape, flight.speculation) if ahead else None
-        played = self._collect(flight, batch)
-        self._flight = following
-        return played
+        if any(sequence.remaining > 1 for sequence in batch):
+            # Known before the other is looked at: whatever happens there, rounds are collected in their order.
+            self._flight = self._launch(shape, flight.speculation)
+        return self._collect(flight, batch)
 
     @torch.inference_mode()
     def prefill(self, sequence: Sequence, room: int) -> tuple[OutputToken, str | None] | None:
@@ -146,7 +161,8 @@ class GraphRounds:
     @torch.inference_mode()
     def drain(self, batch: Seq[Sequence]) -> Played | None:
         """The round in flight, if there is one; nothing is launched."""
-        return None if self._flight is None else self._collect(self._flight, batch)
+        flight, self._flight = self._flight, None
+        return None if flight is None else self._collect(flight, batch)
 
     @torch.inference_mode()
     def row_logits(self, token_ids: Seq[int], slot_start: int) -> Tensor | None:
@@ -236,7 +252,6 @@ class GraphRounds:
 
     def _collect(self, flight: _Flight, live: Seq[Sequence]) -> Played:
         """Waits for a round and takes its results into the sequences that are still there."""
-        self._flight = None
         results = flight.results()
         table, marks = results.table, results.stamps
         there = {id(sequence) for sequence in live}

@@ -159,8 +159,9 @@ class DevicePass:
         self._qkv = make(rows, max(each.qkv_width for each in stacks))
         self._attended = make(rows, max(each.out_width for each in stacks))
         self._gated = make(rows, max(each.mlp_width for each in stacks))
-        self._tiles, self.parts = pow2(-(-hidden // 16)), 1
-        self.squares = self.floats(rows * self._tiles)
+        self.tiles, self.parts = pow2(-(-hidden // 16)), 1
+        """Room a row has for sums of squares of its parts, and the parts there are since the last product."""
+        self.squares = self.floats(rows * self.tiles)
         parts = max(stack.partial_size(*sizes) for stack in stacks for sizes in partials)
         self._partial = self.floats(parts)
         self._lse = self.floats(max(1, parts // min(each.shape.head_dim for each in stacks)))
@@ -203,7 +204,7 @@ class DevicePass:
         self.call(
             embed_kernel, (total,),
             ids, embedding, self.hidden, gain, self.scaled, self.squares, stamps, max(block, 1), mask_id,
-            WIDTH=width, BLOCK=pow2(width), TILES=self._tiles, MASKED=block > 0, TIMED=timed, num_warps=4,
+            WIDTH=width, BLOCK=pow2(width), TILES=self.tiles, MASKED=block > 0, TIMED=timed, num_warps=4,
         )  # fmt: skip
         self.parts = 1
 
@@ -243,10 +244,10 @@ class DevicePass:
             blocks = blocks_of(count, weight, "head")
             self.call(
                 choose_kernel, (tiles, -(-count // blocks["BLOCK_M"])),
-                self.scaled[first:], weight, self.squares[first * self._tiles :], *draws, at,
+                self.scaled[first:], weight, self.squares[first * self.tiles :], *draws, at,
                 chosen if gather is None else gather, self._best if filters is None else self.stored, self._best_ids,
                 count, rows, noise_rows, vocab, weight.shape[1], self.parts, self.target.shape.eps,
-                NOISY=noisy, GATHER=gather is not None, STORED=filters is not None, TILES=self._tiles, **blocks,
+                NOISY=noisy, GATHER=gather is not None, STORED=filters is not None, TILES=self.tiles, **blocks,
             )  # fmt: skip
             if filters is None:
                 best = self._best, self._best_ids
@@ -281,10 +282,6 @@ class DevicePass:
             LAYERS=len(shape.windows), KV_HEADS=shape.kv_heads, D=shape.head_dim, KV_P2=pow2(shape.kv_heads),
             num_warps=2,
         )  # fmt: skip
-
-    def head_scale(self) -> dict[str, Any]:
-        """What a kernel over the head needs to know of the norm before it."""
-        return {"TILES": self._tiles}
 
     def _attention(self, stack: DeviceStack, layer: FusedLayer, index: int, rows: Rows) -> None:
         shape, pool, total = stack.shape, stack.pool, rows.total
@@ -341,7 +338,7 @@ class DevicePass:
             x if gather is None else gather, x if gain is None else gain, self.scaled, self.squares,
             x if tap is None else tap, rows, n, k, self.parts, 0 if tap is None else tap.stride(0), norm_eps or 0.0,
             NORM=norm_eps is not None, BIAS=bias is not None, RESIDUAL=add, GATHER=gather is not None,
-            NEXT=gain is not None, TAP=tap is not None, TILES=self._tiles, **blocks,
+            NEXT=gain is not None, TAP=tap is not None, TILES=self.tiles, **blocks,
         )  # fmt: skip
         if gain is not None:
             self.parts = -(-n // blocks["BLOCK_N"])
@@ -357,14 +354,14 @@ class DevicePass:
         self.call(
             linear_kernel, _grid(rows, n, blocks),
             x, weight, part, self.squares, x, out, x, x, self.scaled, self.squares, x, rows, n, k, 0, 0, 0.0,
-            NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self._tiles, **blocks,
+            NORM=False, BIAS=False, RESIDUAL=False, GATHER=False, NEXT=False, TAP=False, TILES=self.tiles, **blocks,
         )  # fmt: skip
         linear.reduce(part)
         self.call_after_all(
             add_sum_kernel, (rows,),
             part, x if bias is None else bias, out, gain, self.scaled, self.squares,
             x if tap is None else tap, 0 if tap is None else tap.stride(0),
-            WIDTH=n, BLOCK=pow2(n), TILES=self._tiles, BIAS=bias is not None, TAP=tap is not None,
+            WIDTH=n, BLOCK=pow2(n), TILES=self.tiles, BIAS=bias is not None, TAP=tap is not None,
             num_warps=8 if n > 1024 else 4,
         )  # fmt: skip
         self.parts = 1
@@ -375,7 +372,7 @@ class DevicePass:
         blocks = blocks_of(rows, weight, "gate")
         self.call(
             gated_kernel, _grid(rows, n, blocks),
-            self.scaled, weight, self._gated, self.squares, rows, n, k, self.parts, eps, TILES=self._tiles, **blocks,
+            self.scaled, weight, self._gated, self.squares, rows, n, k, self.parts, eps, TILES=self.tiles, **blocks,
         )  # fmt: skip
 
 

@@ -106,13 +106,13 @@ class GpuRound:
         if models.drafter is not None:
             self._allocate_draft()
 
-    def record(self, shape: Shape) -> int:
-        """int32 words a sequence's result takes in `results`."""
-        return 4 + 2 * self.block + 4 * shape.rows
+    def record(self, rows: int) -> int:
+        """int32 words a sequence's result takes in `results`, of a round of `rows` tree nodes, root included."""
+        return 4 + 2 * self.block + 4 * rows
 
     def results(self, shape: Shape) -> Tensor:
         """What the last round of `shape` tells the host, int32 `[batch, record]`."""
-        return self._out[: shape.batch * self.record(shape)].view(shape.batch, -1)
+        return self.out[: shape.batch * self.record(shape.rows)].view(shape.batch, -1)
 
     @property
     def scores(self) -> Tensor:
@@ -195,7 +195,8 @@ class GpuRound:
         self._tokens, self._parents, self._depths, self._chosen = (ints(rows) for _ in range(4))
         self._bits = ints(rows, dtype=torch.int64)
         self._log_probs = self._pass.floats(rows)
-        self._out = ints(batch * (4 + 2 * self.block + 4 * MOST_ROWS))
+        self.out = ints(batch * self.record(MOST_ROWS))
+        """Results of a round: of each sequence a record, see `accept_kernel`."""
         self._noise = self._pass.floats(batch * self.block * self.models.target.vocab_size)
 
     def _allocate_draft(self) -> None:
@@ -253,7 +254,7 @@ class GpuRound:
             self._pass.scaled, weight, self._pass.squares, self._noise, self.temperature,
             self._scores, self._tile_max, self._tile_sum, batch * horizon, horizon, vocab, weight.shape[1],
             self._pass.parts, stack.shape.eps,
-            NOISY=shape.noisy, SHARED=shape.shared, **self._pass.head_scale(), **blocks,
+            NOISY=shape.noisy, SHARED=shape.shared, TILES=self._pass.tiles, **blocks,
         )  # fmt: skip
         keep = pow2(shape.rows - 1)
         keys = self._best_keys(batch * horizon, vocab, keep)
@@ -306,8 +307,8 @@ class GpuRound:
             accept_kernel, (shape.batch,),
             self._tokens, self._parents, self._depths, self._log_probs, self._bits, self._size, self._chosen,
             self.root, self.committed, self.remaining, self.active, self.block_rows, self.stops,
-            self._path, self._feature_rows, self._kept, self._out, self.stamps,
-            shape.rows, self.block, self.record(shape),
+            self._path, self._feature_rows, self._kept, self.out, self.stamps,
+            shape.rows, self.block, self.record(shape.rows),
             STOPS=STOPS, ROWS_P2=pow2(shape.rows), BLOCK_P2=pow2(self.block), TIMED=self.timed, num_warps=1,
         )  # fmt: skip
 

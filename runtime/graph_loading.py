@@ -48,7 +48,11 @@ def graph_rounds(
             return None, f"{STEPWISE} ({why})"
         device = RoundDevice(models, most, positions)
     graphs = GraphRounds(models, device, most)
-    graphs.prepare(lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"))
+    graphs.prepare(
+        lambda share: progress(0.7 + 0.25 * share, "compiling and capturing the decode rounds"),
+        auto=config.mode == "auto",
+        draft_noise=config.draft_noise,
+    )
     return graphs, "rounds replayed as CUDA graphs"
 
 
@@ -75,12 +79,10 @@ def rank_rounds(config: RuntimeConfig, pair: Pair) -> RoundsSpec | None:
 
     if unsupported_attention(head_dim_of(target), windows_of(target)) is not None:
         return None
-
-    drafter = pair.drafter_config
     most, positions = graph_sizes(config, pair.limits)
     return RoundsSpec(
-        drafter=str(pair.drafter_path) if drafter else None,
-        block_size=(config.block_size or drafter.block_size) if drafter else 1,
+        drafter=str(pair.drafter_path) if pair.drafter_config else None,
+        block_size=pair.block_size,
         draft_noise=config.draft_noise,
         vocab_size=pair.tokenizer.vocab_size,
         max_batch=most,

@@ -40,5 +40,5 @@ class IdleClock:
         self.worked_at = now
 
     def failed(self) -> None:
-        """Measuring does not work with this engine and is not tried again."""
+        """This engine cannot be measured so; it is not tried again."""
         self.due_at = math.inf

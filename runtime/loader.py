@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from runtime.fused import FusedDrafter
 from runtime.gang_target import GangTarget
 from runtime.graph_loading import graph_rounds, rank_rounds
 from runtime.interface import ConfigRejected
-from runtime.kv_cache import Geometry, KVCache
+from runtime.kv_cache import KVCache
 from runtime.linear import choose_draft_linear, choose_linear
 from runtime.memory_plan import MemoryPlan, check_memory, scratch_slots, with_peak
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
@@ -80,6 +81,8 @@ class Pair:
     dtype: torch.dtype
     drafter_path: Path | None
     drafter_config: DrafterConfig | None
+    block_size: int
+    """Tokens of a draft block in use, root included; 1 without a drafter."""
     no_drafter_reason: str | None
 
 
@@ -117,8 +120,17 @@ def read_pair(config: RuntimeConfig, progress: Progress = lambda _share, _what: 
         raise ConfigRejected(
             str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
         ) from None
-    limits = _limits(config, checkpoint, tokenizer, drafter)
-    return Pair(checkpoint, tokenizer, limits, device, _dtype(config, device), folder, drafter, reason)
+    return Pair(
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        limits=_limits(config, checkpoint, tokenizer, drafter),
+        device=device,
+        dtype=_dtype(config, device),
+        drafter_path=folder,
+        drafter_config=drafter,
+        block_size=(config.block_size or drafter.block_size) if drafter else 1,
+        no_drafter_reason=reason,
+    )
 
 
 def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Loaded:
@@ -181,14 +193,13 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
         raise ConfigRejected(str(refused)) from None
     cache = KVCache(
         target.pool if isinstance(target, GangTarget) else target.geometry,
-        _drafter_geometry(drafter_config, dtype) if drafter_config else None,
+        drafter_config.geometry(dtype) if drafter_config else None,
         limits.kv_slots,
         device,
         scratch=scratch_slots(device),
     )
     digest = checkpoint.digest() if checkpoint.gguf is not None else None
-    block_size = (config.block_size or drafter_config.block_size) if drafter_config else 1
-    models = Models(target, drafter, cache, block_size, config.draft_noise)
+    models = Models(target, drafter, cache, pair.block_size, config.draft_noise)
     graphs, rounds = graph_rounds(config, models, limits, progress)
     return Loaded(
         models=models,
@@ -236,8 +247,7 @@ def physical_cores() -> int:
     """Physical cores this process may use; hyperthreads share the arithmetic units, so they are not counted."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        import psutil
-
+        psutil = importlib.import_module("psutil")
         return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
     except ImportError:
         return max(1, allowed)
@@ -354,7 +364,3 @@ def _limits(
 def full_contexts(max_concurrency: int) -> int:
     """How many contexts of full length the KV slots hold by default; requests beyond that wait for slots."""
     return max(2, (max_concurrency + 1) // 2)
-
-
-def _drafter_geometry(config: DrafterConfig, dtype: torch.dtype) -> Geometry:
-    return Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)

@@ -123,7 +123,7 @@ def check_memory(config: RuntimeConfig, pair: Pair) -> MemoryPlan | None:
             device=device,
             slots=limits.kv_slots,
             scratch=scratch_slots(device),
-            block_size=(config.block_size or drafter.block_size) if drafter else 1,
+            block_size=pair.block_size,
             max_batch=max_batch,
             positions=positions,
             max_nodes=limits.max_tree_budget,
@@ -218,11 +218,11 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = available_memory()
-    if free is None:
+    available = available_memory()
+    if available is None:
         return None
     psutil = importlib.import_module("psutil")
-    return free + int(psutil.Process().memory_info().rss) + int(psutil.swap_memory().free)
+    return available + int(psutil.Process().memory_info().rss) + int(psutil.swap_memory().free)
 
 
 def geometries(wanted: Wanted) -> tuple[Geometry, Geometry | None]:
@@ -235,12 +235,7 @@ def geometries(wanted: Wanted) -> tuple[Geometry, Geometry | None]:
         int(config.get("head_dim") or int(config["hidden_size"]) // heads),
         wanted.dtype,
     )
-    if wanted.drafter is None:
-        return target, None
-    drafter = wanted.drafter[1]
-    return target, Geometry(
-        drafter.num_hidden_layers, drafter.num_key_value_heads, drafter.head_dim, wanted.dtype
-    )
+    return target, None if wanted.drafter is None else wanted.drafter[1].geometry(wanted.dtype)
 
 
 def round_buffers(wanted: Wanted) -> int | None:

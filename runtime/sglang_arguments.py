@@ -117,10 +117,9 @@ class Prepared:
 
 def tree_budget_of(config: RuntimeConfig, pair: Pair) -> int:
     """Draft nodes of a verify pass as captured: 0 in mode off, the block's in mode chain."""
-    drafter = pair.drafter_config
-    if config.mode == "off" or drafter is None or pair.no_drafter_reason is not None:
+    if config.mode == "off" or pair.drafter_config is None or pair.no_drafter_reason is not None:
         return 0
-    horizon = (config.block_size or drafter.block_size) - 1
+    horizon = pair.block_size - 1
     if config.mode == "chain":
         return horizon
     wanted = FALLBACK_BUDGET if config.tree_budget is None else config.tree_budget
@@ -144,8 +143,7 @@ def prepare(config: RuntimeConfig) -> Prepared:
             "model",
         )
     budget = tree_budget_of(config, pair)
-    drafter = pair.drafter_config
-    block = (config.block_size or drafter.block_size) if drafter else 1
+    drafter, block = pair.drafter_config, pair.block_size
     narrow = tree_refusal(budget, block) if budget else None
     if narrow:
         raise ConfigRejected(f"{narrow}, 0, or a smaller block_size", "tree_budget")

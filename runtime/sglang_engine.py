@@ -68,9 +68,8 @@ def build_sglang(config: RuntimeConfig, progress: Progress) -> tuple[SglangEngin
     )
     try:
         cache = KVCache(RemotePool(torch.device("cpu")), None, pair.limits.kv_slots, torch.device("cpu"))
-        block = pair.drafter_config.block_size if pair.drafter_config else 1
         loaded = Loaded(
-            models=Models(SglangTarget(process, pair), None, cache, config.block_size or block),
+            models=Models(SglangTarget(process, pair), None, cache, pair.block_size),
             checkpoint=pair.checkpoint,
             tokenizer=pair.tokenizer,
             limits=pair.limits,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.attention import Step, attend_slots
-from runtime.fused import FusedDecoder, fusable
+from runtime.fused import FusedDecoder, fusable, head_dim_of
 from runtime.greedy_head import GreedyHead
 from runtime.kv_cache import Geometry
 from runtime.linear import Linear, LinearFactory, PlainLinear, RoundedLinear, replace_linears
@@ -128,14 +128,9 @@ class TargetModel:
     @property
     def geometry(self) -> Geometry:
         """Shape of this model's KV slots."""
-        heads = int(self.config.num_attention_heads)
-        head_dim = getattr(self.config, "head_dim", None) or int(self.config.hidden_size) // heads
-        return Geometry(
-            int(self.config.num_hidden_layers),
-            int(self.config.num_key_value_heads),
-            int(head_dim),
-            self.dtype,
-        )
+        config = self.config
+        layers, kv_heads = int(config.num_hidden_layers), int(config.num_key_value_heads)
+        return Geometry(layers, kv_heads, head_dim_of(config), self.dtype)
 
     def close(self) -> None:
         """Nothing of this model lives elsewhere."""

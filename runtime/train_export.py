@@ -14,8 +14,8 @@ from torch import Tensor
 
 from runtime.drafter import DrafterConfig
 
-SHARD_BYTES = 15_900_000
-_SHARD_AIM = 11_500_000
+SHARD_BYTES = 11_500_000
+"""Largest file of weights; a weight that is larger has a file of its own."""
 
 
 class ExportError(ValueError):
@@ -100,7 +100,7 @@ def published_config(
 def export_drafter(
     folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], max_bytes: int | None = None
 ) -> int:
-    """Writes config.json and bfloat16 shards below 15.9 MB into `folder`, replacing it; returns the bytes written.
+    """Writes config.json and bfloat16 shards into `folder`, replacing it; returns the bytes written.
 
     `weights` carry the published names (`fc.weight`, `layers.0. ...`).
 
@@ -114,12 +114,12 @@ def export_drafter(
         for name, weight in sorted(weights.items())
     }
     shards: list[dict[str, Tensor]] = [{}]
-    room = _SHARD_AIM
+    room = SHARD_BYTES
     for name, weight in half.items():
         size = weight.numel() * weight.element_size()
         if size > room and shards[-1]:
             shards.append({})
-            room = _SHARD_AIM
+            room = SHARD_BYTES
         shards[-1][name] = weight
         room -= size
     scratch = folder.with_name(folder.name + ".partial")

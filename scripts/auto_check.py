@@ -5,7 +5,7 @@ back. All fixed settings run once each; the fastest two then run beside auto on 
 On the mixed traces the lower 95 % bound of auto's speed against the best fixed setting must be above -3 %, where the
 load changes above 0 against both. The machine has to be idle. Exits 1 if a bound is not kept, 3 where the machine is
 busy. Stopped, it goes on with the same command. With --gpu the mixed traces have 1, 8 and 32 users throughout and
-longer answers, and every size of round is captured before anything counts.
+longer answers; every size that is captured is captured before anything counts.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ FIXED = (
     Arm("tree", 11),
     Arm("tree", 15),
 )
+FIXED_GPU = (Arm("off", 0), Arm("chain", 0), *(Arm("tree", budget) for budget in (7, 15, 31, 63)))
 SHORT = 48
 """So many of the shortest prompts: what is compared is decoding, and prefill is the same for all."""
 
@@ -67,10 +68,16 @@ CHANGING = Kind(
     "1 to 32 to 1", (Phase(1, 3, 0.0), Phase(32, 32, 0.0), Phase(1, 3, 0.0)), 0.0, every_rival=True
 )
 ON_GPU = (
-    Kind("mixed, 1 user", (Phase(1, 12, 0.0), Phase(1, 12, 0.7)), -0.03),
-    Kind("mixed, 8 users", (Phase(8, 48, 0.0), Phase(8, 48, 0.7)), -0.03),
-    Kind("mixed, 32 users", (Phase(32, 96, 0.0), Phase(32, 96, 0.7)), -0.03),
-    Kind("1 to 32 to 1", (Phase(1, 12, 0.0), Phase(32, 128, 0.0), Phase(1, 12, 0.0)), 0.0, every_rival=True),
+    Kind("mixed, 1 user", (Phase(1, 12, 0.0), Phase(1, 12, 0.7)), -0.03, pairs=6),
+    Kind("mixed, 8 users", (Phase(8, 48, 0.0), Phase(8, 48, 0.7)), -0.03, pairs=8),
+    Kind("mixed, 32 users", (Phase(32, 96, 0.0), Phase(32, 96, 0.7)), -0.03, pairs=8),
+    Kind(
+        "1 to 32 to 1",
+        (Phase(1, 12, 0.0), Phase(32, 128, 0.0), Phase(1, 12, 0.0)),
+        0.0,
+        pairs=8,
+        every_rival=True,
+    ),
 )
 
 
@@ -103,7 +110,7 @@ async def seconds(runtime: LocalRuntime, kind: Kind, arm: Arm | None, seed: int,
 async def screened(runtime: LocalRuntime, kept: KeptRuns, kind: Kind, tokens: int) -> dict[Arm, float]:
     """Seconds of every fixed setting on one trace."""
     found = {}
-    for arm in FIXED:
+    for arm in FIXED_GPU if kind in ON_GPU else FIXED:
         name = f"{kind.name}, {arm}, once"
         if kept.get(name) is None:
             kept.put(name, await seconds(runtime, kind, arm, 0, tokens))
@@ -174,9 +181,8 @@ async def check(given: argparse.Namespace) -> dict[str, Any]:
         about = await runtime.describe()
         if given.gpu:
             for kind in kinds:
-                for arm in (*FIXED, None):
-                    await seconds(runtime, kind, arm, 0, tokens)
-            tell("every size of round is captured")
+                await seconds(runtime, kind, None, 0, tokens)
+            tell("every size of prompt is captured too")
         results = [await judged(runtime, kept, kind, tokens) for kind in kinds]
     finally:
         await runtime.aclose()

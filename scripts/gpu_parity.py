@@ -28,7 +28,7 @@ from runtime.gpu_device import RoundDevice
 from runtime.gpu_graphs import GraphRounds
 from runtime.gpu_pass import MOST_ROWS
 from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
-from runtime.kv_cache import Geometry, KVCache
+from runtime.kv_cache import KVCache
 from runtime.loader import load
 from runtime.prompt_sets import bundled_prompts
 from runtime.sampling import Sampling
@@ -82,10 +82,7 @@ def make_sides(settings: dict[str, Any]) -> tuple[Side, Side]:
     plain = _engine({**settings, "linear": "plain"})
     models, limits = plain.models, plain.loaded.limits
     assert models.drafter is not None
-    drafting = models.drafter.config
-    geometry = Geometry(
-        drafting.num_hidden_layers, drafting.num_key_value_heads, drafting.head_dim, models.target.dtype
-    )
+    geometry = models.drafter.config.geometry(models.target.dtype)
     cache = KVCache(
         models.target.geometry, geometry, limits.kv_slots, models.target.device, scratch=MOST_ROWS
     )

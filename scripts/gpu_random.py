@@ -36,12 +36,17 @@ PROMPT = 96
 """Tokens of a prompt for a random pair."""
 DENSE, MIXED = ("single", "tp2", "pp2"), ("single", "tp2", "ep2", "pp2", "tp2ep2")
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 Draw = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """A target and its drafter by their sizes; `experts` 0 = a dense model."""
+    """A target and its drafter by their sizes; `experts` 0 = a dense model, `tied`: the head is the embedding."""
 
     family: str
     hidden: int
@@ -56,16 +61,17 @@ class Dimensions:
     per_token: int = 2
     draft_layers: int = 5
     block: int = 16
+    tied: bool = False
 
     def config(self) -> dict[str, Any]:
         """`config.json` of the target."""
         fields: dict[str, Any] = {
-            "architectures": [{"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[self.family]],
+            "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.mlp,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab,
-            "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 8192,
-            "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+            "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
+            "tie_word_embeddings": self.tied, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         }  # fmt: skip
         if self.experts:
             fields |= {

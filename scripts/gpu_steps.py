@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 import transformers
 import triton
 from decoding import gaps
+from gpu_random import DIMENSIONS, Dimensions
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as tokenizer_models
 
@@ -35,7 +35,7 @@ from runtime.gpu_device import RoundDevice
 from runtime.gpu_graphs import GraphRounds
 from runtime.gpu_pass import MOST_ROWS
 from runtime.gpu_round import GpuRound, Shape
-from runtime.kv_cache import Geometry, KVCache
+from runtime.kv_cache import KVCache
 from runtime.loader import Loaded
 from runtime.models import Checkpoint
 from runtime.round import Models
@@ -46,32 +46,14 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REPLAYS = 40
 
 
-@dataclass(frozen=True)
-class Dimensions:
-    """A target and its drafter by their sizes."""
-
-    architecture: str
-    model_type: str
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    block: int
-    taps: tuple[int, ...]
-    draft_layers: int
-
-
-DEFAULT = Dimensions("LlamaForCausalLM", "llama", 576, 1536, 30, 9, 3, 64, 49152, True, 8, (1, 10, 18, 27), 4)
-LARGE = Dimensions(
-    "Qwen3ForCausalLM", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False, 16, (1, 9, 17, 25, 33), 5
-)
-TINY = Dimensions("LlamaForCausalLM", "llama", 64, 96, 2, 2, 1, 16, 288, True, 4, (0, 1), 1)
-"""For a dry run of `--gaps` without a GPU, with rounds launched from the host."""
-SHAPES = {"default": DEFAULT, "8b": LARGE, "tiny": TINY}
+SHAPES = {
+    "default": Dimensions(
+        "llama", 576, 1536, 30, 9, 3, 64, 49152, (1, 10, 18, 27), draft_layers=4, block=8, tied=True
+    ),
+    "8b": DIMENSIONS["qwen3-8b"],
+    "tiny": Dimensions("llama", 64, 96, 2, 2, 1, 16, 288, (0, 1), draft_layers=1, block=4, tied=True),
+}
+"""`tiny` is for a dry run of `--gaps` without a GPU, with rounds launched from the host."""
 
 
 class RandomCheckpoint(Checkpoint):
@@ -96,33 +78,12 @@ class RandomCheckpoint(Checkpoint):
 
 def make_models(size: Dimensions, slots: int, dtype: torch.dtype = torch.bfloat16) -> Models:
     """A random pair with slots."""
-    config = {
-        "architectures": [size.architecture],
-        "model_type": size.model_type,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.mlp,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "vocab_size": size.vocab,
-        "tie_word_embeddings": size.tied,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-    }
-    checkpoint = RandomCheckpoint("random", Path("random"), config, (0,))
+    checkpoint = RandomCheckpoint("random", Path("random"), size.config(), (0,))
     target = TargetModel(checkpoint, taps=size.taps, dtype=dtype, device=GPU)
-    drafting = DrafterConfig(
-        hidden_size=size.hidden, intermediate_size=size.mlp, num_hidden_layers=size.draft_layers,
-        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,
-        rms_norm_eps=1e-6, rope_theta=1e6, attention_bias=False, vocab_size=size.vocab, block_size=size.block,
-        mask_token_id=5, target_layer_ids=size.taps, num_target_layers=size.layers,
-    )  # fmt: skip
+    drafting = DrafterConfig.from_dict(size.drafter_config(), "random")
     with GPU:
         drafter = Drafter(drafting).to(dtype).requires_grad_(False)
-    geometry = Geometry(size.draft_layers, size.kv_heads, size.head_dim, dtype)
-    cache = KVCache(target.geometry, geometry, slots, GPU, scratch=MOST_ROWS)
+    cache = KVCache(target.geometry, drafting.geometry(dtype), slots, GPU, scratch=MOST_ROWS)
     for pool in (cache.target, cache.drafter):
         pool.keys.normal_()
         pool.values.normal_()

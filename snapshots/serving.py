@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +31,7 @@ from runtime.interface import (
 )
 from runtime.jobs import JobContext, JobKind, Outcome
 from runtime.snapshot_port import Keep
-from snapshots import live, rollback, saving, wording
+from snapshots import environment, live, rollback, saving, wording
 from snapshots.content import NoteRefused, Snapshot, hardware_class
 from snapshots.diff import compare
 from snapshots.git import StoreFault, UnknownSnapshot
@@ -41,6 +44,8 @@ from snapshots.store import Store
 
 LOOK_S = 1.0
 """Longest that a change waits until what runs is taken down."""
+LOWEST = 19
+"""Niceness of a thread that takes only what nobody else wants."""
 PATH_FIELDS = ("model", "drafter", "sglang_python")
 LOGGER = logging.getLogger("ddtree")
 T = TypeVar("T")
@@ -146,6 +151,7 @@ class StoreKeeper:
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: of the store, the default one if None."""
         self._folder = folder
+        self._reading: threading.Thread | None = None
         self.snapshots = StoreReader(folder)
         self.jobs: tuple[JobKind[Any], ...] = (
             JobKind("snapshot", SnapshotParameters, self._save, check_saved, exclusive=False),
@@ -167,12 +173,27 @@ class StoreKeeper:
                 entry = await asyncio.to_thread(
                     lambda: saving.keep_before(Store.at(self._folder), running, change, newest=2)
                 )
+                self._read_models(running.config)
             except Exception as fault:
                 LOGGER.warning("no automatic snapshot: %s", fault)
                 return f"what ran before was not kept as a snapshot: {' '.join(str(fault).split())}"
             return f"what ran before is kept as {entry.id}"
 
         return keep
+
+    def _read_models(self, config: dict[str, Any]) -> None:
+        """Has model files too large to be read while saving read beside what runs, so that the next save knows them."""
+        if self._reading is not None and self._reading.is_alive():
+            return
+
+        def read() -> None:
+            with contextlib.suppress(OSError):  # they stay unknown
+                if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+                environment.hash_models(*saving.model_files(config))
+
+        self._reading = threading.Thread(target=read, name="ddtree-hashes", daemon=True)
+        self._reading.start()
 
     async def _save(self, context: JobContext[SnapshotParameters]) -> Outcome:
         wanted = context.parameters
@@ -181,6 +202,7 @@ class StoreKeeper:
             store = await asyncio.to_thread(Store.at, self._folder)
             request = SaveRequest(label=wanted.label, note=wanted.note)
             entry, cancelled = await _unbroken(saving.save_running(store, context.runtime, request))
+            self._read_models((await context.runtime.status()).config)
             said = f"saved {entry.id} {entry.label}".rstrip()
             if wanted.measure:
                 if cancelled:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from constructed import ConstructedDrafter, Request
 
+import runtime.round
 from runtime.engine import Engine
 from runtime.interface import (
     GenerateEvent,
@@ -103,3 +105,16 @@ def as_generate(request: Request, **fields: Any) -> GenerateRequest:
         "sampling": sampling,
     }
     return GenerateRequest(**(given | fields))
+
+
+def spoil_trees(patch: pytest.MonkeyPatch) -> None:
+    """Has every tree round behind the first five tokens of a text choose the second best token."""
+    choose = runtime.round._choose_batch
+
+    def second_best(models, batch, tree, sizes, hidden, noise):  # type: ignore[no-untyped-def]
+        chosen, logits = choose(models, batch, tree, sizes, hidden, noise)
+        if max(sizes) > 1 and batch[0].num_outputs > 5:
+            chosen[0, 0] = models.target.logits(hidden[:1])[0].topk(2).indices[1]
+        return chosen, logits
+
+    patch.setattr(runtime.round, "_choose_batch", second_best)

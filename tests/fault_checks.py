@@ -18,7 +18,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from fault_day import BAD_FILES, FULL, KILLED, RAISED, STEPS, TRACKED, Day, Step
+from fault_day import BAD_FILES, FULL, KILLED, RAISED, STEPS, TRACKED, Day, Step, tracked
 from fault_kinds import FAULTS, Fault
 from fault_nursery import Nursery
 from fault_world import World, until
@@ -242,10 +242,9 @@ def _store(day: Day) -> list[str]:
             problems.append(f"snapshot {name} is gone")
             continue
         entry, snapshot = store.load(name)
-        saved = {each: snapshot.config.get(each) for each in TRACKED}
+        saved = tracked(snapshot)
         if day.layouts:  # a rank may be lost while it is saved
             saved["layout"] = settings["layout"]
-        saved = {each: None if value in ("n/a", "auto") else value for each, value in saved.items()}
         if saved != settings or entry.note != f"note of {entry.label}\n#1":
             problems.append(f"snapshot {name} is altered: {saved} {entry.note!r}, saved was {settings}")
     said = subprocess.run(["git", "--git-dir", folder, "fsck", "--strict"], capture_output=True, text=True)

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fault_world import Answer, Asked, Console, World, until
+
+if TYPE_CHECKING:
+    from snapshots.content import Snapshot
 
 PROMPTS = (
     "the end of it",
@@ -133,9 +136,26 @@ def save(day: Day) -> list[str]:
     arguments = ["snapshot", "save", "--label", label, "--no-fetch-originals", "--json"]
     status, said = day.world.run(*arguments, "--note", f"note of {label}\n#1")
     if status == 0:
-        day.kept[json.loads(said.splitlines()[-1])["snapshot"]["id"]] = before
+        name = json.loads(said.splitlines()[-1])["snapshot"]["id"]
+        day.kept[name] = (_kept_alone(day, name) if day.excused(KILLED) else None) or before
         return []
     return _failed(day, "snapshot save", status, said, KILLED, FULL, BAD_FILES)
+
+
+def _kept_alone(day: Day, name: str) -> dict[str, Any] | None:
+    """What a snapshot holds that was saved when the server was gone: what it would start with, and marked so."""
+    from snapshots.content import Measurements
+    from snapshots.store import Store
+
+    snapshot = Store.at(day.world.store).load(name)[1]
+    settings = tracked(snapshot)
+    return settings if snapshot.measurements == Measurements() and settings in day.good else None
+
+
+def tracked(snapshot: Snapshot) -> dict[str, Any]:
+    """The settings that are followed, as a server says them."""
+    values = {each: snapshot.config.get(each) for each in TRACKED}
+    return {each: None if value in ("n/a", "auto") else value for each, value in values.items()}
 
 
 def browse(day: Day) -> list[str]:
@@ -178,8 +198,12 @@ def attach(day: Day) -> list[str]:
         )
     except AssertionError as never:
         return [] if day.hurt else [f"{never}: {console.seen[-400:]!r}"]
-    if console.child.status() is not None and not day.excused(KILLED, LOST_SCREEN, FULL):
-        return [f"the console ended: {console.seen[-400:]!r}"]
+    if console.child.status() is not None:
+        if not day.excused(KILLED, LOST_SCREEN, FULL):
+            return [f"the console ended: {console.seen[-400:]!r}"]
+        # It found no server to attach to; how it ended is no matter of the step that leaves it.
+        console.close()
+        day.world.console = None
     return []
 
 

@@ -26,6 +26,10 @@ class Costs:
     """Rows that cost no more than one."""
     draft: float
     draft_row: float
+    change: float = 0.0
+    """Seconds that another setting than in the round before costs by itself."""
+    every: int = 1
+    """One of so many rounds is learnt from, and those that try another setting."""
 
     def verify(self, rows: int) -> float:
         return self.base + self.row * max(0, rows - self.free_rows)
@@ -90,7 +94,7 @@ def outcome(draws: random.Random, quality: float, arm: Arm) -> Outcome:
 def seconds(trace: Sequence[Phase], costs: Costs, how: Auto | Arm, seed: int) -> float:
     """Time a trace takes with auto or with one setting; the drafts are the same for the same seed."""
     draws, noise = random.Random(seed), random.Random(seed + 1)
-    total = 0.0
+    total, before, played = 0.0, None, 0
     for phase in trace:
         left = phase.tokens
         while left > 0:
@@ -99,8 +103,9 @@ def seconds(trace: Sequence[Phase], costs: Costs, how: Auto | Arm, seed: int) ->
             rows = sum(len(each.nodes) for each in outcomes)
             verify = costs.verify(rows) * math.exp(noise.gauss(0, 0.05))
             other = costs.other(phase.batch, arm.mode != "off") * math.exp(noise.gauss(0, 0.05))
-            total += verify + other
+            total += verify + other + (costs.change if arm != before else 0.0)
+            before, played = arm, played + 1
             left -= sum(len(each.path) for each in outcomes)
-            if isinstance(how, Auto):
+            if isinstance(how, Auto) and (arm != how.arm or played % costs.every == 0):
                 how.saw(Observed(arm, phase.batch, rows, verify, other, outcomes))
     return total

@@ -13,7 +13,7 @@ from engine_driver import MakeEngine, as_generate, ask, rounds_of, run
 from simulated_rounds import HORIZON, Costs, Phase, seconds
 
 from runtime.auto import CHAIN, PLAIN, Auto, Observed, Outcome
-from runtime.auto_play import EVERY, AutoPlay
+from runtime.auto_play import CHANGE_ROUNDS, EVERY, AutoPlay
 from runtime.interface import GenerateRequest, SamplingParams
 from runtime.race import Arm, student
 from runtime.round import RoundResult, SequenceRound
@@ -23,6 +23,10 @@ BUDGETS = (4, 7, 11, 15, 23, 31, 63)
 TREE = {budget: Arm("tree", budget) for budget in BUDGETS}
 CPU = Costs(base=0.020, row=0.0012, free_rows=1, draft=0.006, draft_row=0.001)
 GPU = Costs(base=0.004, row=0.000035, free_rows=32, draft=0.0012, draft_row=0.00002)
+GRAPHS = Costs(
+    base=0.0004, row=0.000003, free_rows=8, draft=0.0002, draft_row=0.000002, change=0.0008, every=EVERY
+)
+"""Rounds replayed one ahead: a change costs about a round."""
 LONG = bool(os.environ.get("DDTREE_LONG"))
 TRACES = 8 if LONG else 5
 SIZE = 1000 if LONG else 400
@@ -36,18 +40,23 @@ def gains(trace: list[Phase], costs: Costs, fixed: list[Arm], seeds: int) -> dic
     """How much faster auto went than each fixed setting, by trace."""
     found: dict[Arm, list[float]] = {arm: [] for arm in fixed}
     for seed in range(seeds):
-        mine = seconds(trace, costs, auto(), seed)
+        chooser = auto()
+        if costs is GRAPHS:  # learns more slowly, so it has served before
+            chooser = Auto((7, 15, 31, 63), HORIZON, change_rounds=CHANGE_ROUNDS)
+            seconds(trace, costs, chooser, TRACES + seed)
+        mine = seconds(trace, costs, chooser, seed)
         for arm in fixed:
             found[arm].append(seconds(trace, costs, arm, seed) / mine - 1)
     return found
 
 
-@pytest.mark.parametrize("costs", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("costs", [CPU, GPU, GRAPHS], ids=["cpu", "gpu", "graphs"])
 def test_on_a_mixed_trace_it_stays_within_3_percent_of_the_best_fixed_setting(costs: Costs) -> None:
     """Paired traces; lower 95 % bound of the mean difference to the best fixed setting."""
     trace = [Phase(2 * SIZE, 1, quality) for quality in (0.8, 0.45, 0.75, 0.3, 0.6)]
-    fixed = [TREE[7], TREE[11]] if costs is CPU else [TREE[23], TREE[31]]
-    against = min(gains(trace, costs, fixed, TRACES).values(), key=statistics.fmean)
+    fixed = {CPU: (7, 11), GPU: (23, 31), GRAPHS: (15, 31)}[costs]
+    found = gains(trace, costs, [TREE[budget] for budget in fixed], TRACES)
+    against = min(found.values(), key=statistics.fmean)
     error = statistics.stdev(against) / len(against) ** 0.5
     assert statistics.fmean(against) - student(0.95, len(against) - 1) * error > -0.03, against
 
@@ -100,7 +109,7 @@ def test_a_round_tells_what_smaller_trees_and_the_chain_would_have_had() -> None
     chooser = Auto(
         (2, 4, 5, 9), HORIZON, dict.fromkeys([CHAIN, *(Arm("tree", each) for each in (2, 4, 5, 9))], 2.0)
     )
-    told = chooser._told(Observed(Arm("tree", 5), 1, 6, 0.1, 0.1, [Outcome(nodes, [0, 2, 5])]))
+    told = chooser._lengths(Observed(Arm("tree", 5), 1, 6, 0.1, 0.1, [Outcome(nodes, [0, 2, 5])]))
     assert told == {CHAIN: 1.0, Arm("tree", 2): 2.0, Arm("tree", 4): 2.0, Arm("tree", 5): 3.0}
 
 
@@ -204,12 +213,12 @@ def test_a_round_launched_ahead_is_learnt_as_what_it_was(monkeypatch: pytest.Mon
         limits=SimpleNamespace(max_tree_budget=63),
         no_drafter_reason=None,
         models=SimpleNamespace(draft_horizon=HORIZON),
-        graphs=object(),
+        graphs=SimpleNamespace(budgets=(7, 15, 31, 63), size_for=lambda batch: batch),
         drafter_path=None,
     )
     play = AutoPlay(loaded)
     play.choose(1)
-    usual, tried = play.speculation(), Speculation("tree", 4)
+    usual, tried = play.speculation(), Speculation("tree", 63)
     nodes = ((5, 0, 0, 0.0), (6, 0, 1, -0.1))
     one = SequenceRound([OutputToken(6, True)], (0, 1), nodes, None)
     result = RoundResult((one,), 2, (1e-4, 1e-5, 5e-4, 1e-6, 1e-5))
@@ -220,4 +229,4 @@ def test_a_round_launched_ahead_is_learnt_as_what_it_was(monkeypatch: pytest.Mon
     play.learn(result, (Speculation("chain", HORIZON),))
     play.learn(result, (usual, tried))
     learnt = [observed.arm for observed in seen]
-    assert learnt == [Arm("tree", usual.tree_budget), Arm("tree", 4), CHAIN]
+    assert learnt == [Arm("tree", usual.tree_budget), Arm("tree", 63), CHAIN]

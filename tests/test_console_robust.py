@@ -13,6 +13,7 @@ from fake_runtime import FakeRuntime
 from textual import events
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.widget import Widget
 from textual.widgets import Input
 
 from console import messages
@@ -30,6 +31,7 @@ from console.log_book import KEEP_LINES
 from console.log_screen import LogScreen
 from console.prompt_input import PromptInput
 from console.prompt_screen import PromptScreen
+from console.screens import TABS
 from runtime.interface import EngineState, GenerateRequest, LogLine, TokenPiece
 
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -173,6 +175,31 @@ async def test_without_colour_charts_and_marks_remain(monkeypatch: pytest.Monkey
 
 
 # Robustness
+
+
+@pytest.mark.parametrize(("key", "name"), TABS[1:])
+async def test_the_end_while_a_screen_is_being_made_is_no_failure(
+    key: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Screens are made ahead, and `q` may come at any time: a screen may never get its parts."""
+    app = ConsoleApp(FakeRuntime())
+    made = app._screens[name]
+    body: list[Widget] = []
+
+    def ended_meanwhile() -> list[Widget]:
+        app.exit()
+        made.remove()
+        body.extend(type(made).body(made))
+        return body
+
+    monkeypatch.setattr(made, "body", ended_meanwhile)
+    running = asyncio.create_task(app.run_async(headless=True))
+    while app.view.status is None:
+        await asyncio.sleep(0.01)
+    app.simulate_key(key)
+    await asyncio.wait_for(running, 30)
+    assert body and not any(part.is_attached for part in body)
+    assert not app.return_code
 
 
 async def test_the_runtime_is_opened_after_the_first_paint():

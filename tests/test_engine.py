@@ -361,6 +361,13 @@ def test_the_queue_has_a_limit_and_ids_are_unique(make_engine: MakeEngine) -> No
 # Changes while text streams.
 
 
+def test_who_names_no_request_is_not_refused_for_the_name_another_has_chosen(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for number in range(1, 4):
+        ask(engine, GenerateRequest(prompt_token_ids=(number, 1), request_id=f"r{number}"))
+    assert engine.submit(GenerateRequest(prompt_token_ids=(0, 1)), Client()) not in {"r1", "r2", "r3"}
+
+
 def test_mode_and_budget_act_from_the_next_round_while_the_stream_goes_on(
     make_engine: MakeEngine, tiny_reference: Reference
 ) -> None:

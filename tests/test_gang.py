@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,25 +16,22 @@ from constructed import ConstructedDrafter, Reference, Request
 from engine_driver import MODES, MakeEngine, as_generate, ask, run
 from reference_sampler import Rule
 from safetensors.torch import load_file, save_file
-from tiny_models import prompt_of, tiny_config, write_drafter, write_target
+from tiny_models import SLOTS, TAPS, gang_target, prompt_of, tiny_config, write_drafter, write_target
 from torch import Tensor
 
+import runtime.gang
 import runtime.gang_target
 from runtime.attention import Segment, Step, causal_mask
 from runtime.gang import RankSpec, RoundsSpec
 from runtime.gang_step import RemotePool, pack, step_of, unpack
-from runtime.gang_target import GangTarget
-from runtime.interface import ConfigRejected
+from runtime.interface import ConfigRejected, EngineLost
 from runtime.kv_cache import Extent, Geometry, KVCache, Pool
-from runtime.linear import PlainLinear
 from runtime.loader import inspect
 from runtime.models import open_checkpoint
 from runtime.native_layouts import label, refusal
 from runtime.target import TargetModel
 
 CPU = torch.device("cpu")
-TAPS = (0, 2)
-SLOTS = 256
 FAMILIES = {"llama": ("tp2", "pp2"), "qwen3": ("tp2", "pp2"), "qwen3_moe": ("tp2", "ep2", "tp2ep2", "pp2")}
 CASES = [(family, layout) for family, layouts in FAMILIES.items() for layout in layouts]
 TOLERANCE = {"tp2": 1e-4, "tp2ep2": 1e-4, "ep2": 0.0, "pp2": 0.0}
@@ -44,25 +43,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny random target of each family."""
     root = tmp_path_factory.mktemp("gang")
     return {family: write_target(root / family, family) for family in FAMILIES}
-
-
-def gang_target(
-    folder: Path, layout: str, dtype: torch.dtype = torch.float32, rounds: RoundsSpec | None = None
-) -> GangTarget:
-    return GangTarget(
-        open_checkpoint(str(folder)),
-        layout,
-        slots=SLOTS,
-        taps=TAPS,
-        dtype=dtype,
-        device=CPU,
-        linear=PlainLinear,
-        linear_setting="plain",
-        draft_linear=None,
-        threads=1,
-        tick=lambda: None,
-        rounds=rounds,
-    )
 
 
 @dataclass
@@ -209,18 +189,20 @@ def test_ranks_are_told_what_was_decided_and_decide_nothing() -> None:
         Segment(64, 40, 2, causal_mask(2, CPU), positions[3:]),
     ]
     mine = RemotePool(CPU)
-    theirs = Pool(Geometry(2, 1, 4, torch.float32), 128, CPU)
+    theirs, drafters = (Pool(Geometry(2, 1, 4, torch.float32), 128, CPU) for _ in range(2))
     for pool in (mine, theirs):
         pool.copy(torch.tensor([3, 5, 9]), 3, 3)
         pool.copy(slice(64, 70), 20, 6)
     theirs.keys.random_(0, 1000)
+    drafters.keys.copy_(theirs.keys)
     expected = Pool(Geometry(2, 1, 4, torch.float32), 128, CPU)
     expected.keys.copy_(theirs.keys)
     expected.copy(torch.tensor([3, 5, 9]), 3, 3)
     expected.copy(slice(64, 70), 20, 6)
     packed = unpack(pack(ids, positions, segments, mine.take_moves()), CPU)
-    step = step_of(packed, theirs)
-    assert torch.equal(theirs.keys, expected.keys)
+    step = step_of(packed, [theirs, drafters])
+    assert torch.equal(theirs.keys, expected.keys) and torch.equal(drafters.keys, expected.keys)
+    assert step.pool is theirs
     assert mine.take_moves() == ()
     assert torch.equal(packed.token_ids, ids) and torch.equal(packed.positions, positions)
     for got, given in zip(step.segments, segments, strict=True):
@@ -255,6 +237,19 @@ def test_a_rank_that_rounds_otherwise_moves_no_decision(
     run(engine)
     for request, client in zip(requests, clients, strict=True):
         assert client.finished.token_ids == drafter.scripts[request.name].outputs
+
+
+def test_a_rank_that_takes_no_message_is_lost_and_nobody_waits_for_ever(
+    targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime.gang, "STEP_S", 1.0)
+    target = gang_target(targets["llama"], "tp2")
+    try:
+        os.kill(target.gang.pids[1], signal.SIGSTOP)
+        with pytest.raises(EngineLost, match="rank 1 hangs or is stopped"):
+            target.gang.tell(bytes(16 << 20))
+    finally:
+        target.close()
 
 
 REFUSED = [

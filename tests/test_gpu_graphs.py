@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,31 +17,31 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from engine_driver import run  # noqa: E402
 from sglang_pair import PROMPTS, write_trained_pair  # noqa: E402
-from tiny_models import tiny_config  # noqa: E402
+from tiny_models import gang_target, tiny_config  # noqa: E402
 
 from runtime.calibrate import choose_budget  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
 from runtime.gang import RoundsSpec  # noqa: E402
 from runtime.gang_target import GangTarget  # noqa: E402
-from runtime.gpu_device import RoundDevice  # noqa: E402
+from runtime.gpu_device import RoundDevice, RoundResults  # noqa: E402
 from runtime.gpu_graphs import GraphRounds  # noqa: E402
 from runtime.gpu_pass import MOST_ROWS, unsupported  # noqa: E402
+from runtime.gpu_round import STAMPS, Shape  # noqa: E402
 from runtime.interface import GenerateRequest, RequestFinished, SamplingParams  # noqa: E402
-from runtime.kv_cache import Geometry, KVCache  # noqa: E402
-from runtime.linear import PlainLinear  # noqa: E402
+from runtime.kv_cache import Extent, KVCache  # noqa: E402
 from runtime.loader import Loaded, load  # noqa: E402
-from runtime.round import NodeTable  # noqa: E402
+from runtime.sampling import Sampling  # noqa: E402
+from runtime.sequence import NodeTable, Sequence, Speculation  # noqa: E402
 from runtime.verify import _single_rows, teacher_logits  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 def test_nodes_are_made_into_rows_when_somebody_looks() -> None:
-    import numpy as np
-
     columns = np.array([[5, 7, 9], [0, 0, 1], [0, 1, 2], [0, 0, 0]], dtype=np.int32)
     columns[3] = np.array([0.0, -0.5, -1.25], dtype=np.float32).view(np.int32)
     table = NodeTable(columns)
@@ -64,6 +64,53 @@ def test_the_budget_is_chosen_by_whole_captured_rounds(tmp_path: Path) -> None:
         assert chosen.tree_budget == best and words in chosen.summary
 
 
+class Numbered:
+    """A device whose rounds each give a sequence their number as its token; the first one cannot be read."""
+
+    block, prefills, captured, capture_s = 1, (32,), 0, 0.0
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.collected: list[int] = []
+
+    def prepare(self, shape: Any) -> None:
+        pass
+
+    def upload(self, batch: Any) -> None:
+        pass
+
+    def launch(self, shape: Shape) -> Callable[[], RoundResults]:
+        self.launched += 1
+        number = self.launched
+
+        def results() -> RoundResults:
+            self.collected.append(number)
+            if number == 1:
+                raise ArithmeticError("made to fail")
+            line = [1, 1, 0, 1, number, 0, number - 1, 0, 0, 0]
+            return RoundResults(np.array([line], dtype=np.int32), (0,) * STAMPS)
+
+        return results
+
+
+def test_a_round_that_cannot_be_read_leaves_none_behind_that_later_requests_would_take_for_theirs() -> None:
+    device = Numbered()
+    models: Any = SimpleNamespace(target=SimpleNamespace(device=CPU), drafter=None, cache=None)
+    rounds = GraphRounds(models, device, 1)  # type: ignore[arg-type]
+
+    def request(name: str) -> Sequence:
+        sampling = Sampling(temperature=0.0)
+        return Sequence(name, [5, 6], 1, sampling, 8, Extent(0, 16), keeps_features=False, committed_len=1)
+
+    with pytest.raises(ArithmeticError):
+        rounds.play([request("ended by it")], [Speculation()], False)
+    other = request("next")
+    played = rounds.play([other], [Speculation()], False)
+    assert device.collected == [1, 2, 3], "in the order in which they were launched"
+    assert [each.request_id for each in played.sequences] == ["next"]
+    assert other.token_ids == [5, 6, 3]
+
+
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Engine]]:
     """The same trained pair: rounds from the host, device rounds, and device rounds of two ranks."""
@@ -73,10 +120,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     loaded = load(config)
     models = loaded.models
     assert unsupported(models) is None and models.drafter is not None
-    drafter = models.drafter.config
-    geometry = Geometry(
-        drafter.num_hidden_layers, drafter.num_key_value_heads, drafter.head_dim, models.target.dtype
-    )
+    geometry = models.drafter.config.geometry(models.target.dtype)
     made = {}
     for name in ("host", "device"):
         cache = KVCache(models.target.geometry, geometry, models.cache.slots, CPU, scratch=MOST_ROWS)
@@ -103,29 +147,18 @@ def _ranks(loaded: Loaded, drafter: Path) -> GangTarget:
     """The target of `loaded` with its MLPs split over two processes that play whole rounds."""
     target, models = loaded.models.target, loaded.models
     assert models.drafter is not None
-    ranks = GangTarget(
-        loaded.checkpoint,
-        "tp2",
-        slots=models.cache.slots,
-        taps=models.drafter.config.target_layer_ids,
-        dtype=target.dtype,
-        device=CPU,
-        linear=PlainLinear,
-        linear_setting="plain",
-        draft_linear=None,
-        threads=1,
-        tick=lambda: None,
-        rounds=RoundsSpec(
-            str(drafter),
-            models.block_size,
-            models.draft_noise,
-            target.vocab_size,
-            max_batch=2,
-            positions=128,
-            scratch=MOST_ROWS,
-            chunk=64,
-        ),  # fmt: skip
+    rounds = RoundsSpec(
+        str(drafter),
+        models.block_size,
+        models.draft_noise,
+        target.vocab_size,
+        max_batch=2,
+        positions=128,
+        scratch=MOST_ROWS,
+        chunk=64,
     )
+    taps = models.drafter.config.target_layer_ids
+    ranks = gang_target(loaded.checkpoint, "tp2", target.dtype, rounds, models.cache.slots, taps)
     ranks.limit_vocabulary(target.vocab_size)
     return ranks
 

@@ -15,6 +15,7 @@ from tiny_models import tiny_config
 
 import runtime.calibrate as calibrate
 import runtime.idle as idle
+from runtime.engine import Engine
 from runtime.idle import IdleClock
 from runtime.interface import Baseline, RoundStats, TokensEmitted
 from runtime.local import LocalRuntime
@@ -169,3 +170,23 @@ async def test_it_can_be_switched_off_and_on_while_it_serves(runtime: LocalRunti
     await collect(runtime, ask())
     await runtime.apply({"baseline_interval": 0.01}, revision + 1)
     await later_than(runtime, off)
+
+
+async def test_an_engine_with_one_mode_for_all_requests_is_not_measured_and_its_thread_rests(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "modes_by_request", False)
+    measuring, turns = LocalRuntime._measure_baselines, 0
+
+    def counted(self: LocalRuntime, engine: Engine) -> None:
+        nonlocal turns
+        turns += 1
+        measuring(self, engine)
+
+    monkeypatch.setattr(LocalRuntime, "_measure_baselines", counted)
+    runtime = LocalRuntime(tiny_config(tiny_folder / "target"))
+    await runtime.wait_ready()
+    await collect(runtime, ask())
+    await asyncio.sleep(0.2)
+    assert turns <= 1
+    await runtime.aclose()

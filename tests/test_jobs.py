@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_driver import spoil_trees
 from tiny_models import tiny_config
 
-import runtime.round
 from runtime.interface import ConfigRejected, Frozen, Job, Runtime, RuntimeFault, RuntimeUnavailable
 from runtime.jobs import JobContext, JobKind, Outcome
 from runtime.local import LocalRuntime
@@ -81,15 +81,7 @@ async def test_a_load_of_a_given_duration_repeats_its_prompts_and_then_ends(loca
 async def test_a_verify_that_finds_a_changed_token_says_so_and_where(
     local: LocalRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = runtime.round._choose_batch
-
-    def second_best(models, batch, tree, sizes, hidden, noise):  # type: ignore[no-untyped-def]
-        chosen, logits = choose(models, batch, tree, sizes, hidden, noise)
-        if max(sizes) > 1 and batch[0].num_outputs > 5:
-            chosen[0, 0] = models.target.logits(hidden[:1])[0].topk(2).indices[1]
-        return chosen, logits
-
-    monkeypatch.setattr(runtime.round, "_choose_batch", second_best)
+    spoil_trees(monkeypatch)
     wanted = {"prompts": PROMPTS[:1], "modes": ["tree"], "temperatures": [0.0], "max_tokens": 12}
     job = await ended(local, "verify", wanted)
     assert job.state == "done" and job.result is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_config, write_drafter, write_target
 
-from runtime import memory_plan
+from runtime import changes, memory_plan
 from runtime.interface import ConfigRejected
 from runtime.loader import Loaded, inspect, load
 from runtime.memory_plan import GIB, MemoryPlan, Term, Wanted, check_memory, held, round_buffers
@@ -117,3 +117,19 @@ def test_an_8b_target_with_more_slots_than_a_gpu_of_80_gib_holds() -> None:
     fits.check(100)
     assert free - fits.total < per_slot
     replace(plan, free=None).check(100)
+
+
+@pytest.mark.parametrize(("limit", "used", "prefix"), [entry[1:] for entry in changes.CGROUPS])
+def test_files_that_a_container_has_read_leave_their_memory_to_who_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, prefix: str
+) -> None:
+    monkeypatch.setattr(changes, "CGROUPS", ((tmp_path, limit, used, prefix),))
+    (tmp_path / limit).write_text("40000000\n")
+    (tmp_path / used).write_text("35000000\n")
+    (tmp_path / "memory.stat").write_text(
+        f"anon 5000000\n{prefix}inactive_file 20000000\n{prefix}active_file 9000000\n"
+    )
+    assert changes.available_memory() == 34_000_000
+    (tmp_path / limit).write_text("max\n")
+    unlimited = changes.available_memory()
+    assert unlimited is not None and unlimited > 40_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from runtime.config import RuntimeConfig
 from runtime.http_client import HttpRuntime
 from runtime.interface import ChangeReport, ConfigRejected
 from runtime.local import LocalRuntime
-from snapshots import transfer
+from snapshots import environment, hashes, transfer
 from snapshots.content import Snapshot
 from snapshots.serving import StoreKeeper
 from snapshots.store import Store
@@ -150,3 +151,20 @@ async def test_an_attached_console_shows_saves_and_rolls_back_the_snapshots_of_i
             await pilot.pause()
     assert server.config.mode == "tree" and len(Store.at(home).list().entries) == 3
     assert not (tmp_path / "of the console").exists()
+
+
+async def test_model_files_too_large_to_be_read_while_saving_are_known_to_later_snapshots(
+    local: LocalRuntime, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", 1024)
+    monkeypatch.setitem(environment.capture.__kwdefaults__, "hash_seconds", 0.0)
+    for label in ("first", "second"):
+        assert (await ended(local, "snapshot", {"label": label})).state == "done"
+        await settle(lambda: not any(each.name == "ddtree-hashes" for each in threading.enumerate()), 60)
+    digests = {
+        name: {file.path: file.sha256 for file in Store.at(home).load(name)[1].environment.files}
+        for name in ("first", "second")
+    }
+    assert digests["first"]["model.safetensors"] is None
+    assert all(digests["second"].values()), digests["second"]

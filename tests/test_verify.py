@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_driver import spoil_trees
 from tiny_models import tiny_config, write_drafter, write_target
 
-import runtime.round
 from runtime.engine import Engine
 from runtime.loader import load
 from runtime.models import Checkpoint
@@ -41,15 +41,7 @@ def test_equal_texts_are_counted_as_identical(engine: Engine) -> None:
 def test_a_changed_token_is_a_divergence_with_its_place_and_margin(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = runtime.round._choose_batch
-
-    def second_best(models, batch, tree, sizes, hidden, noise):  # type: ignore[no-untyped-def]
-        chosen, logits = choose(models, batch, tree, sizes, hidden, noise)
-        if max(sizes) > 1 and batch[0].num_outputs > 5:
-            chosen[0, 0] = models.target.logits(hidden[:1])[0].topk(2).indices[1]
-        return chosen, logits
-
-    monkeypatch.setattr(runtime.round, "_choose_batch", second_best)
+    spoil_trees(monkeypatch)
     report = compare(engine, plan(engine, modes=("tree",), temperatures=(0.0,)), PROMPTS[:1], (8,))
     assert report.exit_code == 1
     first = report.divergences[0]

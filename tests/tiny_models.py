@@ -15,9 +15,14 @@ from torch import Tensor
 
 from runtime.config import RuntimeConfig
 from runtime.drafter import Drafter, DrafterConfig
-from runtime.models import merge_experts
+from runtime.gang import RoundsSpec
+from runtime.gang_target import GangTarget
+from runtime.linear import PlainLinear
+from runtime.models import Checkpoint, merge_experts, open_checkpoint
 
 CPU = torch.device("cpu")
+TAPS, SLOTS = (0, 2), 256
+"""Tapped layers and KV slots of a target in ranks."""
 END, OTHER_END, PAD, MASK = "<|end|>", "<|other_end|>", "<|pad|>", "<|mask|>"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -236,3 +241,28 @@ def tiny_config(target: Path, drafter: Path | str = "none", **changes: Any) -> R
 def prompt_of(length: int, seed: int = 0, below: int = 280) -> tuple[int, ...]:
     """A prompt of `length` token ids under `below`, the same for the same `seed`."""
     return tuple(random.Random(1000 * seed + length).randrange(below) for _ in range(length))
+
+
+def gang_target(
+    checkpoint: Checkpoint | Path,
+    layout: str,
+    dtype: torch.dtype = torch.float32,
+    rounds: RoundsSpec | None = None,
+    slots: int = SLOTS,
+    taps: tuple[int, ...] = TAPS,
+) -> GangTarget:
+    """The target `checkpoint`, or that of a folder, in ranks on this CPU of one thread each."""
+    return GangTarget(
+        open_checkpoint(str(checkpoint)) if isinstance(checkpoint, Path) else checkpoint,
+        layout,
+        slots=slots,
+        taps=taps,
+        dtype=dtype,
+        device=CPU,
+        linear=PlainLinear,
+        linear_setting="plain",
+        draft_linear=None,
+        threads=1,
+        tick=lambda: None,
+        rounds=rounds,
+    )
