@@ -186,8 +186,8 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
             if isinstance(screen, ConsoleScreen):
                 screen.draw(self.view)
         prompt = self._screens.made("Prompt")
-        if prompt is not None and prompt not in stack:
-            prompt.draw(self.view)
+        if prompt is not None and prompt not in stack and prompt.composed:
+            prompt.show(self.view)  # it may have a prompt to send
 
     def _tick(self) -> None:
         now = time.time()
@@ -233,7 +233,9 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         chosen = event.status.calibration
         if chosen and (before is None or before.calibration != chosen):
             self.book.event(f"budget: {chosen}")
-        if before != event.status:
+        if before is not None and before.model_copy(update=_counts(event.status)) == event.status:
+            self.view = dataclasses.replace(self.view, status=event.status)  # figures are drawn once a second
+        else:
             self._show(status=event.status)
         if before is not None:
             self._tell_of_others(before, event.status)
@@ -258,22 +260,25 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
         self._show(description=event.description)
 
     def on_host_arrived(self, event: messages.HostArrived) -> None:
-        self._host_at_s = time.monotonic()
-        self._hosts.add(event.sample)
-        if self.view.host is None:
-            self._show(host=event.sample, host_age_s=0.0)
-        self.view = dataclasses.replace(self.view, host=event.sample)
+        first, self._host_at_s = self._host_at_s is None, event.at_s
+        for sample in event.samples:
+            self._hosts.add(sample)
+        self.view = dataclasses.replace(
+            self.view, host=event.samples[-1], host_age_s=time.monotonic() - event.at_s
+        )
+        if first:
+            self._show()
 
     def on_rounds_arrived(self, event: messages.RoundsArrived) -> None:
         self._window.add(event.rounds)
 
     def on_request_arrived(self, event: messages.RequestArrived) -> None:
         self._finished.add((event.stats,))
-        self.view = dataclasses.replace(self.view, latency=self._finished.latency())
+        self.view = dataclasses.replace(self.view, latency=self._finished.latency)
 
     def on_requests_arrived(self, event: messages.RequestsArrived) -> None:
         self._finished.add(reversed(event.requests))
-        self.view = dataclasses.replace(self.view, requests=event.requests, latency=self._finished.latency())
+        self.view = dataclasses.replace(self.view, requests=event.requests, latency=self._finished.latency)
 
     def on_lines_arrived(self, event: messages.LinesArrived) -> None:
         self.book.record(*event.lines)
@@ -399,6 +404,11 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
                 run = functools.partial(self.run_action, binding.action, node)
                 yield SystemCommand(title.rstrip("."), f"key {key}. {more}".strip(), run)
         yield from self.other_commands()
+
+
+def _counts(status: Status) -> dict[str, int]:
+    """What of a status changes from second to second."""
+    return {name: getattr(status, name) for name in ("running", "waiting", "slots_used", "slots_cached")}
 
 
 def no_color() -> bool:

@@ -44,7 +44,8 @@ STATUS_S = 1.0
 LOADING_STATUS_S = 0.25
 RETRY_S = 2.0
 TOKENS_S = 0.1
-ROUNDS_S = 0.1
+ROUNDS_S = 0.5
+HOST_S = 0.5
 LOG_S = 0.2
 TREES_S = 0.25
 
@@ -59,11 +60,18 @@ class Batch(Generic[Item]):
         self._emit = emit
         self._items: list[Item] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._next_s = 0.0
+        """When the next call may be (the loop's time)."""
 
     def add(self, item: Item) -> None:
         self._items.append(item)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._period_s, self.flush)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(self._next_s, loop.time()), self._pass_on)
+
+    def _pass_on(self) -> None:
+        self._next_s = asyncio.get_running_loop().time() + self._period_s
+        self.flush()
 
     def flush(self) -> None:
         """Emits what waits, at once."""
@@ -102,6 +110,7 @@ class Bridge:
         self._seen: Status | None = None
         """What the operator has before their eyes."""
         self._rounds: Batch[RoundStats] = Batch(ROUNDS_S, lambda r: post(messages.RoundsArrived(r)))
+        self._samples: Batch[tuple[HostSample, float]] = Batch(HOST_S, self._tell_host)
         self._lines: Batch[LogLine] = Batch(LOG_S, lambda lines: post(messages.LinesArrived(lines)))
 
     @property
@@ -198,7 +207,7 @@ class Bridge:
             case RoundStats():
                 self._rounds.add(event)
             case HostSample():
-                self._post(messages.HostArrived(event))
+                self._samples.add((event, time.monotonic()))
             case LogLine():
                 self._lines.add(event)
             case RequestStats():
@@ -209,6 +218,9 @@ class Bridge:
             case StatusChanged():
                 self._post(messages.StateChanged(event))
                 self._look.set()
+
+    def _tell_host(self, samples: tuple[tuple[HostSample, float], ...]) -> None:
+        self._post(messages.HostArrived(tuple(sample for sample, _ in samples), samples[-1][1]))
 
     async def answer(self, turn: int, request: GenerateRequest) -> None:
         """Streams one answer as messages marked with `turn`; to cancel the coroutine cancels the request."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rich.text import Text
-from textual.app import RenderResult
-from textual.widget import Widget
 
 from console.frame import entitle
+from console.panel import Panel
 
 CELL_S = 2
-"""Seconds in a cell of a chart over time, which is what braille dots resolve; it is drawn anew as often."""
+"""Seconds in a cell of a chart over time, which is what braille dots resolve."""
+DRAW_S = 2 * CELL_S
+"""Seconds by which a curve moves at a time: to draw it costs more than all figures of a screen."""
 MIN_WIDTH, MIN_HEIGHT = 12, 2
 """Cells under which no axis fits; the chart is then blank, its title remains."""
 LABEL_CHARS = 6
@@ -23,15 +24,15 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 Values = tuple[float | None, ...]
 
 
-class TimeChart(Widget):
+class TimeChart(Panel):
     """One value per second up to the present; None is a hole, not a zero. The vertical axis starts at 0."""
 
     def __init__(self, title: str, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+        super().__init__(title, id=id, classes=classes)
         self._title = title
-        self.border_title = title
         self._values: Values = ()
         self._level: float | None = None
+        self._key = ""
 
     def show(
         self,
@@ -42,38 +43,45 @@ class TimeChart(Widget):
     ) -> None:
         """Draws `values`, and `level` as a flat line for comparison; `key` says in the title what that is."""
         kept = tuple(values)
-        title, before = self._title if title is None else title, self._title
-        if self._is_like(kept) and (level, title) == (self._level, before):
+        title = self._title if title is None else title
+        if self._is_like(kept) and (level, key, title) == (self._level, self._key, self._title):
             return
-        self._title = title
-        holes_only = not any(value is not None for value in (*kept, *self._values))
-        self._values, self._level = kept, level
-        entitle(self, f"{self._title}, {self._seconds} s{key}" if self._seconds else f"{self._title}{key}")
-        if not holes_only:
-            self.refresh()
+        self._values, self._level, self._key, self._title = kept, level, key, title
+        self._plot()
+
+    def on_resize(self) -> None:
+        self._plot()
+
+    def _plot(self) -> None:
+        entitle(
+            self,
+            f"{self._title}, {self._seconds} s{self._key}" if self._seconds else f"{self._title}{self._key}",
+        )
+        self.put(self._curve())
+
+    def _fits(self) -> bool:
+        return True  # its height is given, whatever it shows
 
     def _is_like(self, values: Values) -> bool:
-        """Whether `values` are those shown, moved by less than a cell; the last second is still going on."""
+        """Whether `values` are those shown, moved by less than DRAW_S; the last second is still going on."""
         shown = self._values
-        return len(values) == len(shown) > CELL_S and any(
-            values[: -1 - moved] == shown[moved:-1] for moved in range(CELL_S)
+        return len(values) == len(shown) > DRAW_S and any(
+            values[: -1 - moved] == shown[moved:-1] for moved in range(DRAW_S)
         )
 
     @property
     def _seconds(self) -> int:
         return max(self.size.width - LABEL_CHARS, 0) * CELL_S
 
-    def render(self) -> RenderResult:
+    def _curve(self) -> Text:
         width, height = self.size
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return Text("")
         values = self._values[-self._seconds :]
         known = [value for value in values if value is not None]
         if not known:
-            return Text("nothing in the last minutes", style="dim", no_wrap=True)
+            return Text.assemble(("nothing in the last minutes", "dim"), no_wrap=True)
         top = max(*known, self._level or 0.0, 1e-9)
-        console = self.app.console
-        line, flat = console.get_style("stage", default=""), console.get_style("fair", default="")
         holes = (None,) * (self._seconds - len(values))
         curve = dots((*holes, *values), top, height)
         level = dots((self._level,) * self._seconds, top, height)
@@ -84,7 +92,7 @@ class TimeChart(Widget):
             cells = zip(curve[row], level[row], strict=True)
             for mine, run in groupby(cells, key=lambda cell: bool(cell[0])):
                 drawn = "".join(chr(0x2800 + (a or b)) if a or b else " " for a, b in run)
-                text.append(drawn, line if mine else flat)
+                text.append(drawn, "stage" if mine else "fair" if drawn.strip() else "")
             text.append("\n" if row < height - 1 else "")
         return text
 

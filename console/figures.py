@@ -7,8 +7,8 @@ the same seconds, hence peak >= mean.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from runtime.interface import RoundStats
@@ -24,10 +24,11 @@ STAGE_COUNT = 5
 
 
 @dataclass(slots=True)
-class _Second:
-    """Sums over the rounds that ended within one second of Unix time."""
+class _Sums:
+    """Sums over the rounds that ended within one second of Unix time, or over several such seconds."""
 
-    at: int
+    at: int = 0
+    """The second; 0 for several."""
     tokens: int = 0
     busy_s: float = 0.0
     rounds: int = 0
@@ -35,14 +36,15 @@ class _Second:
     accept_sum: int = 0
     nodes: int = 0
     stages: list[float] = field(default_factory=lambda: [0.0] * STAGE_COUNT)
-    tried: dict[int, int] = field(default_factory=dict)
-    accepted: dict[int, int] = field(default_factory=dict)
-    lengths: dict[int, int] = field(default_factory=dict)
+    tried: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
     """Accept length to how many sequences had it in a round."""
     prefill_tokens: int = 0
     prefill_s: float = 0.0
 
-    def add(self, round_stats: RoundStats, busy_s: float) -> None:
+    def book(self, round_stats: RoundStats, busy_s: float) -> None:
+        """Takes in one round that kept the runtime busy for `busy_s`."""
         self.tokens += round_stats.emitted
         self.busy_s += busy_s
         self.rounds += 1
@@ -54,12 +56,98 @@ class _Second:
         self.prefill_tokens += round_stats.prefill_tokens
         self.prefill_s += round_stats.prefill_s
         for length in round_stats.accept_lengths:
-            self.lengths[length] = self.lengths.get(length, 0) + 1
+            self.lengths[length] += 1
         for length, depth in zip(round_stats.accept_lengths, round_stats.draft_depths, strict=False):
             for position in range(1, depth + 1):
-                self.tried[position] = self.tried.get(position, 0) + 1
+                self.tried[position] += 1
                 if length > position:
-                    self.accepted[position] = self.accepted.get(position, 0) + 1
+                    self.accepted[position] += 1
+
+    def add(self, other: _Sums, sign: int = 1) -> None:
+        """Adds the sums of other rounds, or with `sign` -1 takes them out."""
+        self.tokens += sign * other.tokens
+        self.busy_s += sign * other.busy_s
+        self.rounds += sign * other.rounds
+        self.sequences += sign * other.sequences
+        self.accept_sum += sign * other.accept_sum
+        self.nodes += sign * other.nodes
+        self.stages = [a + sign * b for a, b in zip(self.stages, other.stages, strict=True)]
+        self.prefill_tokens += sign * other.prefill_tokens
+        self.prefill_s += sign * other.prefill_s
+        for mine, theirs in (
+            (self.tried, other.tried),
+            (self.accepted, other.accepted),
+            (self.lengths, other.lengths),
+        ):
+            for key, number in theirs.items():
+                mine[key] += sign * number
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second of decoding."""
+        return self.tokens / self.busy_s if self.rounds and self.busy_s > 0 else None
+
+    @property
+    def accept(self) -> float | None:
+        """Mean tokens a sequence got in a round."""
+        return self.accept_sum / self.sequences if self.sequences else None
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens per second of computing them."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_tokens and self.prefill_s > 0 else None
+
+    @property
+    def accept_counts(self) -> tuple[int, ...]:
+        """Entry k: how often a sequence got k tokens in a round."""
+        return tuple(self.lengths[length] for length in range(max(+self.lengths, default=-1) + 1))
+
+    @property
+    def by_position(self) -> tuple[float | None, ...]:
+        """Entry k - 1: share of the rounds that drafted position k in which it was accepted."""
+        return tuple(
+            self.accepted[position] / self.tried[position] if self.tried[position] else None
+            for position in range(1, max(+self.tried, default=0) + 1)
+        )
+
+
+class _Seconds:
+    """The last KEEP_S seconds that had rounds, and the sums over those of them that are over."""
+
+    def __init__(self) -> None:
+        self.each: deque[_Sums] = deque()
+        self._over = _Sums()
+
+    def book(self, stats: RoundStats, busy_s: float) -> None:
+        """Takes in one round."""
+        at = int(stats.time_s)
+        if not self.each or self.each[-1].at < at:
+            if self.each:
+                self._over.add(self.each[-1])
+            self.each.append(_Sums(at))
+            while self.each[0].at < at - KEEP_S:
+                self._over.add(self.each.popleft(), -1)
+        self.each[-1].book(stats, busy_s)
+
+    def total(self) -> _Sums:
+        """The sums over all of them."""
+        return _total((self._over, self.each[-1]) if self.each else ())
+
+    def since(self, at_s: float) -> list[_Sums]:
+        """Those after the Unix time `at_s`."""
+        found = []
+        for second in reversed(self.each):
+            if second.at <= at_s:
+                break
+            found.append(second)
+        return found
+
+
+def _total(parts: Iterable[_Sums]) -> _Sums:
+    total = _Sums()
+    for part in parts:
+        total.add(part)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +223,9 @@ class RoundWindow:
     """Keeps sums per second of the last KEEP_S seconds, and of the present setting apart."""
 
     def __init__(self) -> None:
-        self._all: deque[_Second] = deque()
+        self._all = _Seconds()
         self._setting: Setting | None = None
-        self._stretch: deque[_Second] = deque()
+        self._stretch = _Seconds()
         self._before: Before | None = None
         self._last_s: float | None = None
         self._last_work_s = 0.0
@@ -149,16 +237,12 @@ class RoundWindow:
             setting = Setting.of(stats)
             if setting != self._setting:
                 if self._setting is not None:
-                    self._before = Before(self._setting, _rate(self._stretch), _accept(self._stretch))
-                self._setting, self._stretch = setting, deque()
+                    stretch = self._stretch.total()
+                    self._before = Before(self._setting, stretch.rate, stretch.accept)
+                self._setting, self._stretch = setting, _Seconds()
             busy_s = self._busy(stats)
-            for seconds in (self._all, self._stretch):
-                at = int(stats.time_s)
-                if not seconds or seconds[-1].at < at:
-                    seconds.append(_Second(at))
-                while seconds[0].at < seconds[-1].at - KEEP_S:
-                    seconds.popleft()
-                seconds[-1].add(stats, busy_s)
+            self._all.book(stats, busy_s)
+            self._stretch.book(stats, busy_s)
             self._last_s, self._last_index = stats.time_s, stats.index
             self._last_work_s = sum(stats.stage_s or ())
 
@@ -174,85 +258,45 @@ class RoundWindow:
         """Everything as of the Unix time `now_s`."""
         quiet_s = max(IDLE_S, IDLE_ROUNDS * self._last_work_s)
         idle = self._last_s is None or now_s - self._last_s > quiet_s
-        recent = [second for second in self._stretch if second.at > now_s - max(NOW_S, quiet_s) - 1]
-        rounds = sum(second.rounds for second in recent)
-        live = recent if rounds and not idle else []
-        stages = [sum(s.stages[i] for s in live) / rounds for i in range(STAGE_COUNT)] if live else None
-        if stages is not None and not any(stages):
-            stages = None  # the engine does not tell
+        stretch, all_of_it = self._stretch.total(), self._all.total()
+        live = _total(() if idle else self._stretch.since(now_s - max(NOW_S, quiet_s) - 1))
+        rounds = live.rounds
+        # The engine may not tell how long its stages took.
+        stages = tuple(seconds / rounds for seconds in live.stages) if rounds and any(live.stages) else None
         return Figures(
             setting=self._setting,
             idle=idle,
-            tok_s=_rate(live),
-            tok_s_mean=_rate(self._stretch),
-            tok_s_peak=_peak(self._stretch),
-            accept_length=_accept(live),
-            accept_mean=_accept(self._stretch),
-            rounds=sum(second.rounds for second in self._stretch),
-            accept_counts=_accept_counts(self._stretch),
-            prefill_tok_s=_prefill_rate(s for s in self._all if s.at > now_s - NOW_S - 1),
-            prefill_mean=_prefill_rate(self._all),
+            tok_s=live.rate,
+            tok_s_mean=stretch.rate,
+            tok_s_peak=_peak(self._stretch, stretch),
+            accept_length=live.accept,
+            accept_mean=stretch.accept,
+            rounds=stretch.rounds,
+            accept_counts=stretch.accept_counts,
+            prefill_tok_s=_total(self._all.since(now_s - NOW_S - 1)).prefill_rate,
+            prefill_mean=all_of_it.prefill_rate,
             prefill_peak=max(
-                (_prefill_rate([s]) or 0.0 for s in self._all if s.prefill_tokens), default=None
+                (s.prefill_rate or 0.0 for s in self._all.each if s.prefill_tokens), default=None
             ),
-            by_position=_by_position(self._stretch),
-            stages_s=tuple(stages) if stages else None,
-            nodes=sum(s.nodes for s in live) / rounds if live else None,
-            batch=sum(s.sequences for s in live) / rounds if live else None,
+            by_position=stretch.by_position,
+            stages_s=stages,
+            nodes=live.nodes / rounds if rounds else None,
+            batch=live.sequences / rounds if rounds else None,
             before=self._before,
-            tok_s_series=self._series(now_s, lambda second: _rate([second])),
-            accept_series=self._series(now_s, lambda second: _accept([second])),
+            tok_s_series=self._series(now_s, lambda second: second.rate),
+            accept_series=self._series(now_s, lambda second: second.accept),
         )
 
-    def _series(self, now_s: float, value: Callable[[_Second], float | None]) -> tuple[float | None, ...]:
-        last = int(now_s)
-        by_second = {second.at: second for second in self._all}
-        return tuple(
-            value(by_second[at]) if at in by_second else None for at in range(last - KEEP_S + 1, last + 1)
-        )
+    def _series(self, now_s: float, value: Callable[[_Sums], float | None]) -> tuple[float | None, ...]:
+        first = int(now_s) - KEEP_S + 1
+        series: list[float | None] = [None] * KEEP_S
+        for second in self._all.each:
+            if 0 <= second.at - first < KEEP_S:
+                series[second.at - first] = value(second)
+        return tuple(series)
 
 
-def _rate(seconds: Iterable[_Second]) -> float | None:
-    kept = list(seconds)
-    busy_s = sum(second.busy_s for second in kept)
-    return sum(second.tokens for second in kept) / busy_s if busy_s > 0 else None
-
-
-def _peak(seconds: Iterable[_Second]) -> float | None:
+def _peak(seconds: _Seconds, total: _Sums) -> float | None:
     """The best second that was busy for at least half of itself; never under the mean."""
-    kept = list(seconds)
-    best = [_rate([second]) for second in kept if second.busy_s >= 0.5]
-    return max((rate for rate in [*best, _rate(kept)] if rate is not None), default=None)
-
-
-def _accept(seconds: Iterable[_Second]) -> float | None:
-    kept = list(seconds)
-    sequences = sum(second.sequences for second in kept)
-    return sum(second.accept_sum for second in kept) / sequences if sequences else None
-
-
-def _prefill_rate(seconds: Iterable[_Second]) -> float | None:
-    kept = list(seconds)
-    spent = sum(second.prefill_s for second in kept)
-    return sum(second.prefill_tokens for second in kept) / spent if spent > 0 else None
-
-
-def _accept_counts(seconds: Iterable[_Second]) -> tuple[int, ...]:
-    counts: dict[int, int] = {}
-    for second in seconds:
-        for length, number in second.lengths.items():
-            counts[length] = counts.get(length, 0) + number
-    return tuple(counts.get(length, 0) for length in range(max(counts, default=-1) + 1))
-
-
-def _by_position(seconds: Sequence[_Second] | deque[_Second]) -> tuple[float | None, ...]:
-    tried: dict[int, int] = {}
-    accepted: dict[int, int] = {}
-    for second in seconds:
-        for total, part in ((tried, second.tried), (accepted, second.accepted)):
-            for position, number in part.items():
-                total[position] = total.get(position, 0) + number
-    return tuple(
-        accepted.get(position, 0) / tried[position] if tried.get(position) else None
-        for position in range(1, max(tried, default=0) + 1)
-    )
+    best = [second.rate for second in seconds.each if second.busy_s >= 0.5]
+    return max((rate for rate in [*best, total.rate] if rate is not None), default=None)

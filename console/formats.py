@@ -53,6 +53,8 @@ def clean_text(text: str) -> str:
 
 def clean_line(text: str, limit: int = MAX_LINE) -> str:
     """`clean_text` on one line of at most `limit` characters; a cut is marked."""
+    if len(text) <= limit and text.isascii() and text.isprintable():
+        return text
     text = clean_text(text[: limit + 1]).replace("\n", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

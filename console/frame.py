@@ -11,7 +11,6 @@ from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Horizontal
-from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Footer, Static
@@ -20,6 +19,7 @@ from console.figures import Figures
 from console.formats import NA, clean_line, percent, temperature
 from console.host_window import Busy
 from console.latency import Latency
+from console.panel import Panel
 from runtime.interface import Description, HostSample, Job, LogLine, RequestStats, Status
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
@@ -108,34 +108,10 @@ class View:
 
 def entitle(widget: Widget, title: str) -> None:
     """Gives `widget` a border title; even the same one would have it drawn again."""
-    if widget.border_title != title:
+    if isinstance(widget, Panel):
+        widget.entitle(title)
+    elif widget.border_title != title:
         widget.border_title = title
-
-
-class Panel(Static):
-    """A titled block of text that is drawn again only when its text differs."""
-
-    def __init__(self, title: str = "", **options: Any) -> None:
-        super().__init__(markup=False, classes=options.pop("classes", "panel"), **options)
-        self.border_title = title
-        self._drawn: Text | None = None
-
-    def put(self, text: Text) -> None:
-        """Draws `text`; only another number of lines has the whole screen laid out again."""
-        if self._drawn is not None and text == self._drawn and text.spans == self._drawn.spans:
-            return
-        self._drawn = text
-        self.update(text, layout=not self._fits(text))
-
-    def _fits(self, text: Text) -> bool:
-        """Whether `text` takes as many lines as there are."""
-        width = self.styles.width
-        if not self.content_size or width is None or width.is_auto:
-            return False
-        if self.styles.text_wrap == "nowrap" and text.plain and not text.plain.endswith("\n"):
-            return text.plain.count("\n") + 1 == self.content_size.height
-        content = Content.from_rich_text(text, console=self.app.console)
-        return content.get_height(self.styles, self.content_size.width) == self.content_size.height
 
 
 STATE_STYLES = {"ready": "good", "failed": "bad", "degraded": "bad", "no": "bad", "lost": "bad"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from rich.text import Text
 
@@ -119,9 +121,10 @@ def gpu_text(gpu: GpuSample, width: int, host_age_s: float, everything: bool, na
     if gpu.state.startswith("lost"):
         text.append(clean_line(f"{gpu.state}  {gpu.name}"), "bad")
         return text
-    for column in COLUMNS[:fit]:
-        text.append_text(_cell(gpu, column, host_age_s))
-        text.append(" ")
+    # Cells of one style are one piece: every piece takes its time to draw.
+    cells = (_cell(gpu, column, host_age_s) for column in COLUMNS[:fit])
+    for style, run in groupby(cells, key=itemgetter(1)):
+        text.append("".join(f"{cell} " for cell, _ in run), style)
     freshest = min(gpu.ages.values(), default=None)
     # Tenths would have the whole table drawn again at every look.
     age = NA if freshest is None else _seconds(freshest + host_age_s)
@@ -162,13 +165,14 @@ def _old(gpu: GpuSample, column: Column) -> bool:
     return gpu.ages.get(column.field, 0.0) > limit
 
 
-def _cell(gpu: GpuSample, column: Column, host_age_s: float) -> Text:
+def _cell(gpu: GpuSample, column: Column, host_age_s: float) -> tuple[str, str]:
+    """A value on the width of its column, and its style."""
     value = clean_line(column.text(gpu), column.width)
     old = host_age_s > STALE_S or _old(gpu, column)
     style = "dim" if old or value == NA else ""
     if column.field == "throttle" and gpu.throttle and not old:
         style = "bad" if any(word in value for word in HARMFUL) else "" if "idle" in value else "fair"
-    return Text.assemble((_aligned(value, column), style))
+    return _aligned(value, column), style
 
 
 def _aligned(value: str, column: Column) -> str:

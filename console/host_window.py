@@ -43,6 +43,9 @@ class HostWindow:
         self._seconds.append((at, total, count))
 
     def busy(self, now_s: float) -> Busy:
-        last = int(now_s)
-        found = {at: 100 * total / count for at, total, count in self._seconds}
-        return Busy(self._words, tuple(found.get(at) for at in range(last - KEEP_S + 1, last + 1)))
+        first = int(now_s) - KEEP_S + 1
+        series: list[float | None] = [None] * KEEP_S
+        for at, total, count in self._seconds:
+            if 0 <= at - first < KEEP_S:
+                series[at - first] = 100 * total / count
+        return Busy(self._words, tuple(series))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,25 +38,28 @@ class RequestWindow:
     """The last KEEP finished requests. Cancelled and failed ones are left out: they were cut short."""
 
     def __init__(self) -> None:
-        self._kept: deque[RequestStats] = deque(maxlen=KEEP)
+        self._kept: dict[tuple[object, ...], RequestStats] = {}
+        """The latest last."""
+        self.latency = Latency()
+        """Of those that are kept."""
 
     def add(self, found: Iterable[RequestStats]) -> None:
         """Takes finished requests in the order of their ends; one that is known already is not counted twice."""
-        known = {_key(stats) for stats in self._kept}
-        for stats in found:
-            if stats.finish_reason in ("stop", "length") and _key(stats) not in known:
-                self._kept.append(stats)
-                known.add(_key(stats))
+        ended = [stats for stats in found if stats.finish_reason in ("stop", "length")]
+        missing = {key: stats for stats in ended if (key := _key(stats)) not in self._kept}
+        if missing:
+            self._kept = dict([*self._kept.items(), *missing.items()][-KEEP:])
+            self.latency = _latency(tuple(self._kept.values()))
 
-    def latency(self) -> Latency:
-        kept = self._kept
-        return Latency(
-            requests=len(kept),
-            ttft=spread([stats.ttft_s for stats in kept]),
-            tpot=spread([_tpot(stats) for stats in kept]),
-            end_to_end=spread([_end_to_end(stats) for stats in kept]),
-            queue=spread([stats.queue_s for stats in kept]),
-        )
+
+def _latency(kept: Sequence[RequestStats]) -> Latency:
+    return Latency(
+        requests=len(kept),
+        ttft=spread([stats.ttft_s for stats in kept]),
+        tpot=spread([_tpot(stats) for stats in kept]),
+        end_to_end=spread([_end_to_end(stats) for stats in kept]),
+        queue=spread([stats.queue_s for stats in kept]),
+    )
 
 
 def spread(values: Sequence[float | None]) -> Spread:

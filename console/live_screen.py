@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from rich.text import Text
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
@@ -62,6 +64,8 @@ class LiveScreen(ConsoleScreen):
         self._table = RequestTable()
         self._filter = FilterLine(self._table.filter, lambda: self._table)
         self._view = View()
+        self._undrawn: set[str] = set()
+        """Parts that do not show `_view` yet."""
 
     def body(self) -> list[Widget]:
         left = Vertical(
@@ -96,9 +100,11 @@ class LiveScreen(ConsoleScreen):
         self.query_one("#live", VerticalScroll).scroll_relative(y=rows, animate=False)
 
     def action_requests(self) -> None:
+        self._draw("requests")
         self._table.focus()
 
     def action_filter(self) -> None:
+        self._draw("requests")
         self._filter.open()
 
     def action_everything(self) -> None:
@@ -110,37 +116,93 @@ class LiveScreen(ConsoleScreen):
             return self._everything
         return view.host is not None and (len(view.host.gpus) <= FEW_GPUS or self.has_class("-broad"))
 
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.screen_layout_refresh_signal.subscribe(self, lambda _screen: self._draw_in_sight())
+
+    def on_resize(self, event: events.Resize) -> None:
+        super().on_resize(event)
+        self.call_after_refresh(lambda: self.show(self._view))
+
     def show(self, view: View) -> None:
         self._view = view
-        figures = view.figures
+        self._undrawn = set(PARTS)
+        self._draw_in_sight()
+
+    def _draw_in_sight(self) -> None:
+        """Draws the parts in sight that show an earlier view; the others when they are scrolled to."""
+        window = self.query_one("#live", VerticalScroll).region
+        for name in tuple(self._undrawn):
+            part = self.query_one(f"#{name}", Widget)
+            # One that has no place yet takes the room that its content needs.
+            if not part.size or part.region.overlaps(window):
+                self._draw(name)
+
+    def _draw(self, name: str) -> None:
+        self._undrawn.discard(name)
+        PARTS[name](self, self._view)
+
+    def _show_speed(self, view: View) -> None:
         self.query_one("#speed", Panel).put(speed_text(view))
-        host = self.query_one("#host", Panel)
-        entitle(host, host_title(view, self._shows_everything(view)))
-        host.put(host_text(view, host.content_size.width, self._shows_everything(view)))
-        self._show_charts(view)
-        broad = self.has_class("-broad")
-        events = view.events[-(EVENT_LINES_BROAD if broad else EVENT_LINES) :]
-        self.query_one("#events", Panel).put(events_text(events))
+
+    def _show_host(self, view: View) -> None:
+        host, everything = self.query_one("#host", Panel), self._shows_everything(view)
+        entitle(host, host_title(view, everything))
+        host.put(host_text(view, host.content_size.width, everything))
+
+    def _show_events(self, view: View) -> None:
+        lines = EVENT_LINES_BROAD if self.has_class("-broad") else EVENT_LINES
+        self.query_one("#events", Panel).put(events_text(view.events[-lines:]))
+
+    def _show_histogram(self, view: View) -> None:
         histogram = self.query_one("#histogram", Panel)
         entitle(histogram, histogram_title(view))
-        histogram.put(histogram_text(figures.accept_counts, histogram.content_size.width))
+        histogram.put(histogram_text(view.figures.accept_counts, histogram.content_size.width))
+
+    def _show_positions(self, view: View) -> None:
         positions = self.query_one("#positions", Panel)
-        positions.put(positions_text(figures.by_position, positions.content_size.width))
+        positions.put(positions_text(view.figures.by_position, positions.content_size.width))
+
+    def _show_split(self, view: View) -> None:
         split = self.query_one("#split", Panel)
         entitle(split, split_title(view))
         split.put(split_text(view, split.content_size.width))
+
+    def _show_latency(self, view: View) -> None:
         latency = self.query_one("#latency", Panel)
         entitle(latency, latency_title(view.latency))
         latency.put(latency_text(view.latency))
+
+    def _show_requests(self, view: View) -> None:
         self._table.put(view.requests)
 
-    def _show_charts(self, view: View) -> None:
+    def _show_tok_s(self, view: View) -> None:
         baseline = measured(view.status.baselines, "off") if view.status is not None else None
         level = baseline.tok_s if baseline is not None else None
         key = "" if level is None else f", plain {rate(level)}"
         self.query_one("#tok_s_chart", TimeChart).show(view.figures.tok_s_series, level, key)
+
+    def _show_accept(self, view: View) -> None:
         self.query_one("#accept_chart", TimeChart).show(view.figures.accept_series)
+
+    def _show_busy(self, view: View) -> None:
         self.query_one("#busy_chart", TimeChart).show(view.busy.series, title=view.busy.words)
+
+
+PARTS: Mapping[str, Callable[[LiveScreen, View], None]] = {
+    "speed": LiveScreen._show_speed,
+    "host": LiveScreen._show_host,
+    "tok_s_chart": LiveScreen._show_tok_s,
+    "accept_chart": LiveScreen._show_accept,
+    "busy_chart": LiveScreen._show_busy,
+    "events": LiveScreen._show_events,
+    "histogram": LiveScreen._show_histogram,
+    "positions": LiveScreen._show_positions,
+    "split": LiveScreen._show_split,
+    "latency": LiveScreen._show_latency,
+    "requests": LiveScreen._show_requests,
+}
+"""What draws each part of the screen, by the part's id."""
 
 
 def events_text(lines: tuple[LogLine, ...]) -> Text:

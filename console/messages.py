@@ -33,10 +33,14 @@ class StatusArrived(Replaceable):
         self.status = status
 
 
-class HostArrived(Replaceable):
-    def __init__(self, sample: HostSample) -> None:
+class HostArrived(Message):
+    """Samples of about half a second, the latest last."""
+
+    def __init__(self, samples: tuple[HostSample, ...], at_s: float) -> None:
+        """`at_s`: when the last one came (monotonic)."""
         super().__init__()
-        self.sample = sample
+        self.samples = samples
+        self.at_s = at_s
 
 
 class DescriptionArrived(Message):
@@ -46,7 +50,7 @@ class DescriptionArrived(Message):
 
 
 class RoundsArrived(Message):
-    """Decode rounds of about a tenth of a second; every round is in exactly one of these."""
+    """Decode rounds of about half a second; every round is in exactly one of these."""
 
     def __init__(self, rounds: tuple[RoundStats, ...]) -> None:
         super().__init__()

@@ -18,8 +18,10 @@ from console.terminal import Deadline, Terminal
 from runtime.interface import Runtime
 
 EXIT_CODES = {Ending.INTERRUPTED: 130}
-SWITCH_S = 0.0005
-"""Longest that drawing keeps the engine's thread from going on, once that asks for the interpreter; 5 ms by default."""
+SWITCH_S = 0.00005
+"""Longest that drawing keeps the engine's thread from going on, once that asks for the interpreter; 5 ms by default.
+
+The engine asks after every operation of the target: what it waits each time is what the console takes from it."""
 
 
 class Service(Protocol):

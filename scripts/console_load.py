@@ -48,13 +48,14 @@ def child(model: str | None, answers: Path, headless: bool) -> None:
     from fake_nvml import FakeNvml
 
     from console.session import run_console
-    from runtime import local
+    from runtime import engine_thread, local
     from runtime.config import RuntimeConfig
     from runtime.interface import GenerateRequest, RequestFinished, SamplingParams
     from runtime.telemetry import HostSampler
 
-    local.HostSampler = functools.partial(HostSampler, nvml=lambda: FakeNvml(gpus=GPUS))  # type: ignore[misc, assignment]
-    local.HOST_SAMPLE_SECONDS = 1 / SAMPLES_A_SECOND
+    sampler = functools.partial(HostSampler, nvml=lambda: FakeNvml(gpus=GPUS))
+    engine_thread.HostSampler = sampler  # type: ignore[misc, assignment]
+    engine_thread.HOST_SAMPLE_SECONDS = 1 / SAMPLES_A_SECOND
     wanted = threading.Semaphore(0)
     threading.Thread(target=name_threads, name="names", daemon=True).start()
     signal.signal(signal.SIGUSR1, lambda *_: wanted.release())
@@ -135,16 +136,17 @@ class Screen:
 
 def thread_seconds(pid: int) -> dict[str, float]:
     """CPU seconds so far by kind of thread; threads that ended count only in `all`."""
-    used = {"all": _cpu(Path(f"/proc/{pid}/stat"))}
+    used = {"all": _ticks(Path(f"/proc/{pid}/stat"))}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
             name = (task / "comm").read_text().strip()
             kind = "console" if int(task.name) == pid else f"thread {name}"
-            used[kind] = used.get(kind, 0.0) + _cpu(task / "stat")
+            # In nanoseconds: the ticks of `stat` are far too coarse for threads that run for moments.
+            used[kind] = used.get(kind, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
     return used
 
 
-def _cpu(stat: Path) -> float:
+def _ticks(stat: Path) -> float:
     fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 

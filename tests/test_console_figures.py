@@ -307,23 +307,23 @@ def finished(number: int, **changes: object) -> RequestStats:
 
 def test_percentiles_are_values_that_occurred_among_the_last_finished_requests():
     window = RequestWindow()
-    assert window.latency() == Latency()
+    assert window.latency == Latency()
     window.add(finished(number) for number in range(1, 101))
     window.add(finished(number) for number in range(91, 101))
     window.add([finished(200, finish_reason="cancelled"), finished(201, finish_reason="error")])
-    latency = window.latency()
+    latency = window.latency
     assert latency.requests == 100, "neither twice nor cut short"
     assert latency.ttft.values == (0.5, 0.9, 0.99)
     assert latency.tpot.values == (0.1, 0.1, 0.1)
     assert latency.end_to_end.values == (1.5, 1.9, 1.99)
     window.add(finished(number) for number in range(300, 700))
-    assert window.latency().requests == KEEP
+    assert window.latency.requests == KEEP
 
 
 def test_a_request_of_one_token_has_no_time_per_output_token():
     window = RequestWindow()
     window.add([finished(1, output_tokens=1, decode_s=0.0), finished(2)])
-    latency = window.latency()
+    latency = window.latency
     assert (latency.requests, latency.ttft.count, latency.tpot.count) == (2, 2, 1)
     assert "TPOT         100 ms   100 ms   100 ms of 1" in latency_text(latency).plain
 
