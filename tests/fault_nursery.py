@@ -165,6 +165,7 @@ def main() -> int:
         if child == 0:
             line.close()
             _leave(_live(order, descriptors))
+        _statuses.pop(child, None)  # of an earlier child, whose number came round again
         for each in descriptors:
             os.close(each)
         line.send(json.dumps({"pid": child}).encode())
