@@ -156,7 +156,7 @@ def test_q_detaches_or_stops_or_stays(tmux: Tmux, tmp_path: Path, models: tuple[
     assert ctl(tmp_path, "restart").returncode != 0
     assert ctl(tmp_path, "stop").returncode == 0
     assert "exit=0" in tmux.ended()
-    tmux.keys("clear", "Enter")
+    tmux.clear()
     tmux.start(command)
     server = Listening(tmp_path)
     tmux.until("[1 Live]", "ready")
@@ -189,7 +189,7 @@ def test_an_address_in_use_is_said_before_the_screen_opens(
         tmux.start(program(tmp_path, "--listen", f"127.0.0.1:{port}"))
         screen = tmux.ended().replace("\n", "")
         assert "exit=1" in screen and f"port {port}" in screen and "in use" in screen
-        tmux.keys("clear", "Enter")
+        tmux.clear()
         tmux.start(program(tmp_path, "--listen", "0.0.0.0:0"))
         screen = tmux.ended().replace("\n", "")
         assert "exit=3" in screen and "DDTREE_API_KEY" in screen
@@ -255,6 +255,6 @@ def test_attaching_without_a_key_or_to_nothing_is_one_line(tmux: Tmux, tmp_path:
     tmux.start(program(tmp_path, "--attach", "http://127.0.0.1:9"))
     screen = tmux.ended().replace("\n", "")
     assert "exit=3" in screen and "DDTREE_OPERATOR_KEY" in screen
-    tmux.keys("clear", "Enter")
+    tmux.clear()
     tmux.start(program(tmp_path, "--attach", "127.0.0.1"))
     assert "DDTREE_OPERATOR_KEY" in tmux.ended().replace("\n", "")

@@ -43,6 +43,11 @@ class Tmux:
     def keys(self, *keys: str) -> None:
         self.run("send-keys", "-t", "w", *keys)
 
+    def clear(self) -> None:
+        """Wipes what is on the screen, so that nothing of it is taken for what comes."""
+        self.keys("clear", "Enter")
+        self.until(without="exit=")
+
     def screen(self) -> str:
         return self.run("capture-pane", "-t", "w", "-p")
 
