@@ -11,12 +11,10 @@ from runtime.interface import WatchEvent
 
 WATCH_QUEUE = 512
 """Events a watcher may be behind by; older ones are dropped, never waited for."""
-GATHER_S = 0.2
-"""A watcher that has just read lets events gather for so long: each waking of its loop takes from the engine."""
 
 
 class Watcher:
-    """A bounded queue from any thread into one asyncio loop, woken at once by the first event, then every GATHER_S."""
+    """A bounded queue from any thread into one asyncio loop; wakes the loop once however many events wait."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -39,16 +37,11 @@ class Watcher:
         while True:
             await self._ready.wait()
             self._ready.clear()
+            self._woken = False
             for _ in range(len(self._events)):
                 yield self._events.popleft()
             if self._closed:
                 return
-            await asyncio.sleep(GATHER_S)
-            # What comes from here on wakes the loop; what came before has to be looked for.
-            self._woken = False
-            if self._events or self._closed:
-                self._woken = True
-                self._ready.set()
 
     def _wake(self) -> None:
         if not self._woken:
