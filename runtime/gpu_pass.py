@@ -169,16 +169,16 @@ class DevicePass:
         self._best = self.floats(self.head_tiles * rows)
         self._best_ids = torch.zeros(self.head_tiles * rows, dtype=torch.int32, device=self.device)
         split = any(isinstance(layer.down, ReducedLinear) for layer in decoder.stack.layers)
-        widest = max(hidden, *(each.qkv_width for each in stacks))
-        self._parted = self.floats(MOST_SPLITS * SHARED_ROWS * pow2(widest))
-        self._tickets = torch.zeros(pow2(widest), dtype=torch.int32, device=self.device)
-        """Parts of tiles that several programs share, and how many of a tile are there; 0 between kernels."""
         self._summed = self.floats(rows if split else 0, hidden)
         self.stored = self.floats(min(rows, FILTERED_ROWS), self.vocab)
         """Scores of rows whose choice is filtered."""
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
+        widest = pow2(max(128, hidden, width, *(each.qkv_width for each in stacks)))  # whole tiles
+        self._parted = self.floats(MOST_SPLITS * SHARED_ROWS * widest)
+        self._tickets = torch.zeros(widest, dtype=torch.int32, device=self.device)
+        """Parts of tiles that several programs share, and how many of a tile are there; 0 between kernels."""
 
     def floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
