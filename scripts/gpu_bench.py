@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--gaps", nargs="*", type=int, default=[], metavar="CHUNK")
     parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     args = parser.parse_args()
     import transformers
     import triton
@@ -198,7 +199,7 @@ def main() -> None:
                 print(json.dumps(cell), file=out, flush=True)
         if args.gaps:
             return
-        plan: list[tuple[str, float]] = [(step, t) for t in (0.0, 1.0) for step in args.steps]
+        plan: list[tuple[str, float]] = [(step, t) for t in args.temperatures for step in args.steps]
         for step, temperature in plan:
             for name, prompts in sets.items():
                 if time.perf_counter() - began > args.until:
