@@ -171,7 +171,9 @@ class Session:
         self.results.need(40, "soak")
         order = {"do": "soak", "prompts": rows}
         # First use of each batch size takes memory once: only what comes after it can be a leak.
-        warm = self.fleet.ask(base, 120, seconds=self.results.left / 4, steps=self.options.steps // 10, **order)
+        warm = self.fleet.ask(
+            base, 120, seconds=self.results.left / 4, steps=self.options.steps // 10, **order
+        )
         before, seconds = gpu_used(), self.results.left - 15
         found = self.fleet.ask(base, seconds + 60, seconds=seconds, steps=self.options.steps, **order)
         found |= {"of": self.options.steps, "warm_steps": warm["steps"]}
