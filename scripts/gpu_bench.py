@@ -27,6 +27,7 @@ from runtime.engine import Engine
 from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
 from runtime.loader import load
 from runtime.prompt_sets import read_prompts
+from runtime.rebuild import keep_out
 
 Arm = tuple[str, int]
 ALL: tuple[Arm, ...] = (("off", 0), ("chain", 0), ("tree", 7), ("tree", 15), ("tree", 31), ("tree", 63))
@@ -172,6 +173,7 @@ def main() -> None:
     )  # fmt: skip
     loaded = load(config)
     engine = Engine(loaded, config, 31)
+    keep_out()
     about = {
         "gpu": torch.cuda.get_device_name(),
         "versions": {
