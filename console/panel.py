@@ -113,8 +113,14 @@ class Panel(Static):
             return False
         plain = self._drawn.plain
         if self._by_row and plain and not plain.endswith("\n"):
-            return len(self._rows) == self.content_size.height
-        return self.render().get_height(self.styles, self.content_size.width) == self.content_size.height
+            rows = len(self._rows)
+        else:
+            rows = self.render().get_height(self.styles, self.content_size.width)
+        return self.room(rows) == self.content_size.height
+
+    def room(self, rows: int) -> int:
+        """How many rows a text of `rows` is given."""
+        return rows
 
     def notify_style_update(self) -> None:
         self._content = None  # the colours of named styles are in it, and in what was drawn
