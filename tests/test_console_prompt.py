@@ -6,6 +6,7 @@ import itertools
 
 from console_driver import LONG, console
 from fake_runtime import ACCEPT_LENGTHS, FakeRuntime
+from textual.events import Paste
 
 from console.live_screen import LiveScreen
 from console.prompt_input import PromptInput
@@ -222,3 +223,11 @@ async def test_an_answer_grows_some_rows_at_a_time_and_has_no_gap_at_its_end():
         rows = len({y for y in range(block.size.height) if block.render_line(y).text.strip()})
         await driven.until(lambda: block.size.height == rows, "no gap")
         assert rows % GROWTH_ROWS, "the answer would fill its room by chance"
+
+
+async def test_pasted_lines_stay_lines_however_the_terminal_sends_them():
+    async with console() as driven:
+        await driven.press("i")
+        driven.app.post_message(Paste("one\rtwo\r\nthree\nfour"))
+        prompt = driven.app.prompt.query_one(PromptInput)
+        await driven.until(lambda: prompt.text == "one\ntwo\nthree\nfour", "pasted")
