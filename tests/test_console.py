@@ -286,3 +286,11 @@ async def test_the_help_is_read_to_its_end_by_one_key_and_from_its_beginning_aga
         await driven.until(lambda: "Esc closes this" in driven.shown(), "the end")
         await driven.press("g")
         await driven.until(lambda: "Live screen" in driven.shown(), "the beginning")
+
+
+async def test_the_smallest_terminal_names_the_screen_and_what_is_told_comes_before_it():
+    async with console(size=(40, 12)) as driven:
+        await driven.press("2")
+        await driven.until(lambda: "[2 Tree]" in driven.shown(), "where one is")
+        await driven.press("x")
+        await driven.until(lambda: "nothing to cancel" in driven.shown(), "a notice")
