@@ -287,6 +287,7 @@ async def _on_server(plan: LoadPlan, url: str, model: str | None, progress: Prog
 async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: ProgressLine) -> "LoadReport":
     from runtime.connect import open_runtime
     from runtime.load import RuntimeTarget
+    from runtime.rebuild import keep_out
 
     budgets = tuple(each for each in plan.budgets if each is not None)
     config = with_room(config, budgets)
@@ -294,6 +295,7 @@ async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: Progres
     runtime = await open_runtime(config, fall_back=False)
     try:
         await wait_ready(runtime)  # type: ignore[arg-type]
+        keep_out()
         about = await runtime.describe()
         fields = ("device", "dtype", "threads", "linear", "drafter", "speculation", "max_concurrency")
         facts = {"model": about.target, **{name: getattr(about, name) for name in fields}}

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
-from test_console_tmux import Tmux, fake, needs_tmux
+from test_console_tmux import fake, needs_tmux
 from test_console_tmux import tmux as tmux
 from textual.widgets import Button, Input
 from tiny_models import prompt_of, tiny_config
+from tmux_window import Tmux
 
 from console.archive import Archive
 from console.snapshots_dialogs import NoteArea, PageDialog, RollbackDialog, SaveDialog
