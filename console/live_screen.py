@@ -130,9 +130,9 @@ class LiveScreen(ConsoleScreen):
         self.call_after_refresh(lambda: self.show(self._view))
 
     def show(self, view: View) -> None:
-        flipped = view.figures.setting != self._view.figures.setting
+        happened = _circumstances(view) != _circumstances(self._view)
         self._view = view
-        if flipped or time.monotonic() - self._all_drawn_s >= CALM_S:
+        if happened or time.monotonic() - self._all_drawn_s >= CALM_S:
             self._all_drawn_s = time.monotonic()
             self._undrawn = set(PARTS)
         else:
@@ -197,6 +197,13 @@ class LiveScreen(ConsoleScreen):
 
     def _show_busy(self, view: View) -> None:
         self.query_one("#busy_chart", TimeChart).show(view.busy.series, title=view.busy.words)
+
+
+def _circumstances(view: View) -> tuple[object, ...]:
+    """What changes by an event, whose effect is to be seen on every part at once."""
+    status = view.status
+    state = None if status is None else (status.state, status.revision, status.baselines)
+    return view.figures.setting, view.problem, state, view.host is None, len(view.requests)
 
 
 PARTS: Mapping[str, Callable[[LiveScreen, View], None]] = {
