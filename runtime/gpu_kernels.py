@@ -63,6 +63,36 @@ def product(
 
 
 @triton.jit
+def row_product(
+    first, x, w, row, n, columns, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`product` of one row `[1, BLOCK_N]`, in registers: no shared memory to fill, so that more loads are under way.
+
+    `first`: the first `BLOCK_K` columns of the weights, as `row_weights` gives them. Each thread adds up what it loads;
+    they add up together once, at the end.
+    """
+    b = first
+    total = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        following = row_weights(w, n, columns, start + BLOCK_K, K, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * K + k, mask=(k < K) | EVEN, other=0.0).to(tl.float32)
+        each = tl.reshape(b.to(tl.float32) * a[None, :], (BLOCK_N, BLOCK_K // 8, 8))
+        total += tl.sum(each, 2)
+        b = following
+    return tl.sum(total, 1)[None, :]
+
+
+@triton.jit
+def row_weights(w, n, columns, start, K, BLOCK_K: tl.constexpr):
+    """Columns `start` and on of weight rows `n`; read once a round, so that they need not stay in the cache."""
+    k = start + tl.arange(0, BLOCK_K)
+    wanted = columns[:, None] & (k < K)[None, :]
+    return tl.load(w + n[:, None] * K + k[None, :], mask=wanted, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def gathered(
     x, w, rows, M, N, K, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
@@ -72,12 +102,18 @@ def gathered(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < N
-    prefetch(w, n, N, K, PDL)
+    if BLOCK_M == 1:
+        first = row_weights(w, n, columns, 0, K, BLOCK_K)
+    else:
+        prefetch(w, n, N, K, PDL)
     begin(PDL)
     source = m
     if GATHER:
         source = tl.load(rows + m, mask=live, other=0)
-    total = product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    if BLOCK_M == 1:
+        total = row_product(first, x, w, tl.sum(source, 0), n, columns, K, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        total = product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     return m, n, live, columns, source, total
 
 
@@ -149,18 +185,32 @@ def add_sum_kernel(
     tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
-def gated_kernel(
-    x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def both_row_products(
+    first, x, w, row, n, columns, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = norm(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live, columns = m < M, n < N
-    prefetch(w, n, N, K, PDL)
-    prefetch(w, N + n, 2 * N, K, PDL)
-    begin(PDL)
+    """`row_product` with the two halves of `w [2 * N, K]` at once."""
+    g, u = first
+    gate = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        next_g = row_weights(w, n, columns, start + BLOCK_K, K, BLOCK_K)
+        next_u = row_weights(w, N + n, columns, start + BLOCK_K, K, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * K + k, mask=(k < K) | EVEN, other=0.0).to(tl.float32)[None, :]
+        gate += tl.sum(tl.reshape(g.to(tl.float32) * a, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+        up += tl.sum(tl.reshape(u.to(tl.float32) * a, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+        g, u = next_g, next_u
+    return tl.sum(gate, 1)[None, :], tl.sum(up, 1)[None, :]
+
+
+@triton.jit
+def both_products(
+    x, w, m, live, n, columns, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`product` with the two halves of `w [2 * N, K]`."""
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -172,6 +222,27 @@ def gated_kernel(
         u = tl.load(w + (N + n)[:, None] * K + k[None, :], mask=wanted, other=0.0)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def gated_kernel(
+    x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = norm(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    if BLOCK_M == 1:
+        first = row_weights(w, n, columns, 0, K, BLOCK_K), row_weights(w, N + n, columns, 0, K, BLOCK_K)
+        begin(PDL)
+        gate, up = both_row_products(first, x, w, tl.program_id(1), n, columns, N, K, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        prefetch(w, n, N, K, PDL)
+        prefetch(w, N + n, 2 * N, K, PDL)
+        begin(PDL)
+        gate, up = both_products(x, w, m, live, n, columns, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     scale = row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
     gate, up = gate * scale, up * scale
     result = gate / (1.0 + tl.exp(-gate)) * up

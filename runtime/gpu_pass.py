@@ -159,7 +159,7 @@ class DevicePass:
         self._qkv = make(rows, max(each.qkv_width for each in stacks))
         self._attended = make(rows, max(each.out_width for each in stacks))
         self._gated = make(rows, max(each.mlp_width for each in stacks))
-        self.tiles, self.parts = pow2(-(-hidden // 16)), 1
+        self.tiles, self.parts = pow2(-(-hidden // 8)), 1
         """Room a row has for sums of squares of its parts, and the parts there are since the last product."""
         self.squares = self.floats(rows * self.tiles)
         parts = max(stack.partial_size(*sizes) for stack in stacks for sizes in partials)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 
 
@@ -40,6 +42,8 @@ def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
 def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, int]:
     """Rows, columns, depth, stages and warps of a tile."""
     few, large, gate = rows <= 16, n * k >= 8_000_000, kind == "gate"
+    if rows == 1 and large and kind != "head" and os.environ.get("DDTREE_ROW_TILES"):
+        return 1, 8, 1024, 1, 4
     if kind == "head":
         block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 else 64
         return block_m, head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5, 8 if block_m == 128 else 4

@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from runtime.interface import ConfigRejected
 INFERENCE_VARIABLE = "DDTREE_API_KEY"
 OPERATOR_VARIABLE = "DDTREE_OPERATOR_KEY"
 OPERATOR_FILE = "operator.key"
-Guard = Callable[[Request], None]
+Guard = Callable[[Request], Awaitable[None]]
+"""A coroutine, as FastAPI runs a plain function in a thread of its own."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def same_key(given: bytes, key: str) -> bool:
 def require_inference(keys: Keys) -> Guard:
     """A dependency that lets in who has either key, and everybody where no inference key is set."""
 
-    def guard(request: Request) -> None:
+    async def guard(request: Request) -> None:
         if keys.inference is None:
             return
         given = bearer(request)
@@ -98,7 +99,7 @@ def require_inference(keys: Keys) -> Guard:
 def require_operator(keys: Keys) -> Guard:
     """A dependency that lets in who has the operator key, from loopback too."""
 
-    def guard(request: Request) -> None:
+    async def guard(request: Request) -> None:
         if not same_key(bearer(request), keys.operator):
             raise _unauthorized("the operator key", OPERATOR_VARIABLE)
 

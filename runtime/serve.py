@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from runtime.last_good import PROOF_SECONDS, keep, last_good_file, recall
 from runtime.listener import Listener, ServerSettings, take_address
 from runtime.local import LocalRuntime
 from runtime.logs import LOGGER
+from runtime.rebuild import keep_out
 from runtime.sd_notify import Notifier
 from runtime.snapshot_port import Keeper
 
@@ -150,9 +150,7 @@ async def attend(runtime: LocalRuntime, orders: Orders, notifier: Notifier, last
                 coming.result()
                 notifier.ready(status_line(await runtime.status(), None))
                 LOGGER.info("%s: %s", *_state(await runtime.status()))
-                # What is loaded stays: a collection through all of it would stop every stream for 0.3 s.
-                gc.collect()
-                gc.freeze()
+                keep_out()
                 async with _beside(*([keep_once_proved(runtime, last_good)] if last_good else [])):
                     await over
         await _finish(runtime, orders, notifier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ def test_a_rise_is_told_from_noise() -> None:
     rising = [(at, value + at / 60.0) for at, value in noisy]
     assert slope("flat", noisy).is_flat and not slope("rising", rising).is_flat
     assert slope("rising", rising).per_hour == pytest.approx(60.0, rel=0.1)
+    noise = random.Random(3)
+    hour = [(5.0 * at, 300.0 + noise.gauss(0.0, 0.5)) for at in range(720)]
+    assert slope("flat", hour).is_flat and slope("flat", hour).named_from < 1.0
+    assert not slope("3 MiB an hour", [(at, value + 3 * at / 3600) for at, value in hour]).is_flat
 
 
 LEAVES = b"q\x03\x11"
