@@ -166,7 +166,9 @@ def slope(what: str, points: Sequence[tuple[float, float]]) -> Slope:
         return Slope(what, points[0][1], points[-1][1], 0.0, 0.0, 0.0, 0.0)
     times, values = [at / 3600 for at, _ in parts], [value for _, value in parts]
     line = statistics.linear_regression(times, values)
-    off = sum((value - line.intercept - line.slope * at) ** 2 for at, value in zip(times, values, strict=True))
+    off = sum(
+        (value - line.intercept - line.slope * at) ** 2 for at, value in zip(times, values, strict=True)
+    )
     spread = sum((at - statistics.fmean(times)) ** 2 for at in times)
     error = math.sqrt(off / (len(parts) - 2) / spread)
     strays = [value - line.intercept - line.slope * at / 3600 for at, value in points]
