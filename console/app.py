@@ -23,12 +23,13 @@ from textual.screen import Screen
 from console import messages
 from console.answer_orders import AnswerOrders
 from console.bench_orders import BenchOrders
-from console.bridge import Bridge, RuntimeOpener, Step
+from console.bridge import Bridge, RuntimeOpener
+from console.change_orders import ChangeOrders
 from console.figures import RoundWindow
 from console.formats import clean_line
 from console.frame import ConsoleScreen, Place, View
 from console.host_window import HostWindow
-from console.keys import help_groups, is_typing, next_budget, next_mode
+from console.keys import help_groups, is_typing
 from console.latency import RequestWindow
 from console.leaving import Ending, Leave
 from console.log_book import LogBook
@@ -42,7 +43,6 @@ from console.words import others_text
 from runtime.interface import LogLine, Runtime, Status
 
 if TYPE_CHECKING:
-    from console.layouts_screen import LayoutsScreen
     from console.prompt_screen import PromptScreen
     from console.snapshots_screen import SnapshotsScreen
     from console.tree_feed import TreesArrived, Wanted
@@ -66,7 +66,7 @@ SUSPEND = "Refused: what runs in this process would stop too."
 _BUDGET = Binding.Group("budget", compact=True)
 
 
-class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
+class ConsoleApp(AnswerOrders, ChangeOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     """The console over one runtime, given ready or as a function that opens it after the first paint."""
 
     TITLE = "ddtree"
@@ -295,15 +295,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
             self.book.event(event.text, "error")
         self._show(problem=event.text)
 
-    def on_change_done(self, event: messages.ChangeDone) -> None:
-        text = event.text + ("" if event.undo else "; u undoes")
-        if "tree_budget" in event.fields and event.config.get("mode") != "tree":
-            text += f"; acts in mode tree, the mode is {event.config.get('mode')}"
-        self._notice(text)
-
-    def on_change_refused(self, event: messages.ChangeRefused) -> None:
-        self._notice(event.text, bad=True)
-
     def on_snapshots_screen_told(self, event: SnapshotsScreen.Told) -> None:
         self._notice(event.text, event.bad)
 
@@ -315,14 +306,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
 
     def on_told(self, event: messages.Told) -> None:
         self._notice(event.text, event.bad)
-
-    def on_layouts_screen_chosen(self, event: LayoutsScreen.Chosen) -> None:
-        from console.proposals import propose
-
-        self.run_worker(propose(self, self.bridge, event.change, event.title), name="propose", group="change")
-
-    def on_layouts_screen_unable(self, event: LayoutsScreen.Unable) -> None:
-        self._notice(event.text, bad=True)
 
     # Keys
 
@@ -349,46 +332,6 @@ class ConsoleApp(AnswerOrders, RequestOrders, BenchOrders, Leave, TypeAhead):
     async def action_input(self) -> None:
         await self.action_screen_named("Prompt")
         self.prompt.focus_input()
-
-    def _change(self, step: Step) -> None:
-        self.run_worker(self.bridge.change(step), name="change", group="change", exit_on_error=False)
-
-    def action_temperature(self) -> None:
-        from console.dialogs import Asked, ValueDialog
-
-        running = self.view.status.running if self.view.status is not None else 0
-        note = "Acts on requests admitted afterwards that set none; 0 is greedy."
-        if running:
-            note += f" {running} running keep theirs."
-        asked = Asked("temperature", self.view.config.get("temperature"), 0.0, 2.0, 0.1, note)
-
-        def chosen(value: float | None) -> None:
-            if value is not None:
-                self._change(lambda config: {"temperature": value})
-
-        self.push_screen(ValueDialog(asked), chosen)
-
-    def action_budget(self, direction: int) -> None:
-        self._change(lambda config: next_budget(config, direction, self.view.tree_budget))
-
-    def action_mode(self) -> None:
-        self._change(next_mode)
-
-    def action_layout(self) -> None:
-        from console.layout_chooser import LayoutChooser
-        from console.proposals import propose
-
-        def chosen(name: str | None) -> None:
-            if name is not None:
-                asked = propose(self, self.bridge, {"layout": name}, f"Change the layout to {name}?")
-                self.run_worker(asked, name="propose", group="change", exit_on_error=False)
-
-        self.push_screen(LayoutChooser(self.view.config.get("layout")), chosen)
-
-    def action_undo(self) -> None:
-        from console.proposals import undo
-
-        self.run_worker(undo(self, self.bridge), name="undo", group="change", exit_on_error=False)
 
     def action_help(self) -> None:
         from console.dialogs import HelpScreen

@@ -20,6 +20,8 @@ from console.frame import styled
 from console.messages import Told
 
 Choice = Literal["all", "settings"]
+SAVING = "save"
+"""Group of the workers that save; one at a time."""
 
 
 class NoteArea(TextArea):
@@ -89,12 +91,18 @@ class SaveDialog(ModalScreen[Unsaved]):
         self.dismiss(self._typed)
 
     def action_save(self) -> None:
+        if not self.is_current:  # what it saved has closed it already
+            return
+        # A worker counts from its making on; the archive knows of a save from its first step on.
+        if any(each.group == SAVING and not each.is_finished for each in self.app.workers):
+            self._say("a save is running; wait for it")
+            return
         if self._archive.is_acting:
-            self._say("another save, rollback or measurement runs; wait for it")
+            self._say("a rollback or a measurement is running; wait for it")
             return
         self._say("saving")
         # The app's worker: to leave the dialog does not end a save that has begun.
-        self.app.run_worker(self._save(*self._typed), name="save", group="save", exit_on_error=False)
+        self.app.run_worker(self._save(*self._typed), name=SAVING, group=SAVING, exit_on_error=False)
 
     async def _save(self, label: str, note: str) -> None:
         label = label.strip()

@@ -20,6 +20,7 @@ from runtime.command_options import (
     BudgetList,
     Given,
     JsonLine,
+    Number,
     OutputTokens,
     ProgressLine,
     PromptFile,
@@ -45,56 +46,68 @@ if TYPE_CHECKING:
 
 SLO_FIELDS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
 DEFAULT_REQUESTS = 32
+DEFAULT_WARM_UP = 4
+DEFAULT_REPETITIONS = 5
+A_LOAD = "--url, --rate, --requests or --duration"
+"""The options of which one makes a load out of a comparison."""
+
+Modes = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Speculation modes; default: off,chain,tree.")
+]
+Concurrency = Annotated[str | None, typer.Option(metavar="LIST", help="Requests at a time; default: 1.")]
+Repetitions = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Interleaved repetitions of each case; default: 5.")
+]
+ServerUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="Put the load on this OpenAI-compatible server.")
+]
+ServedModel = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Model to ask the server for; default: its first.")
+]
+Rates = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Open loop: requests per second by the clock (Poisson).")
+]
+Requests = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Requests of a load; default: 32, or --duration.")
+]
+Duration = Annotated[
+    float | None, typer.Option(metavar="S", min=0.1, help="Seconds in which a load sends requests.")
+]
+WarmUp = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="Requests before a load is measured; default: 4.")
+]
+RandomWords = Annotated[str | None, typer.Option(metavar="LOW:HIGH", help="Prompts of so many random words.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Answers of a load go on to --max-tokens.")]
+Seed = Annotated[int, typer.Option(metavar="S", min=0, help="Of arrival times and sampling.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result file too.")]
+Schema = Annotated[
+    bool, typer.Option("--schema", help="Print the JSON schema of a load's result file and end.")
+]
 
 
 @config_options(*ENGINE_OPTIONS, "top_p", "top_k")
 def bench(
     given: Given,
-    mode: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Speculation modes; default: off,chain,tree.")
-    ] = None,
+    mode: Modes = None,
     tree_budget: BudgetList = None,
-    concurrency: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Requests at a time; default: 1.")
-    ] = None,
+    concurrency: Concurrency = None,
     temperature: TemperatureList = "0",
     prompts: PromptFile = None,
     prompts_per_kind: PromptsPerKind = None,
-    repetitions: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Interleaved repetitions of each case; default: 5.")
-    ] = None,
+    repetitions: Repetitions = None,
     max_tokens: OutputTokens = 64,
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Put the load on this OpenAI-compatible server.")
-    ] = None,
-    served_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model to ask the server for; default: its first.")
-    ] = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Open loop: requests per second by the clock (Poisson)."),
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Requests of a load; default: 32, or --duration.")
-    ] = None,
-    duration: Annotated[
-        float | None, typer.Option(metavar="S", min=0.1, help="Seconds in which a load sends requests.")
-    ] = None,
-    warm_up: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Requests before a load is measured; default: 4.")
-    ] = None,
+    url: ServerUrl = None,
+    served_model: ServedModel = None,
+    rate: Rates = None,
+    requests: Requests = None,
+    duration: Duration = None,
+    warm_up: WarmUp = None,
     slo: SloLimits = None,
-    random_words: Annotated[
-        str | None, typer.Option(metavar="LOW:HIGH", help="Prompts of so many random words.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers of a load go on to --max-tokens.")
-    ] = False,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of arrival times and sampling.")] = 0,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result file too.")] = None,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of a load's result file and end.")
-    ] = False,
+    random_words: RandomWords = None,
+    ignore_eos: IgnoreEos = False,
+    seed: Seed = 0,
+    output: Output = None,
+    schema: Schema = False,
     json: JsonLine = False,
 ) -> int:
     """Compare the speed of modes, budgets, loads and temperatures, or measure a server under load.
@@ -104,38 +117,30 @@ def bench(
     last line is one JSON object.
     """
     if schema:
-        from runtime.load_report import LoadReport
-
-        print(json_text.dumps(LoadReport.model_json_schema(by_alias=True), indent=2))
+        _print_schema()
         return 0
-    under_load = {"--url": url, "--rate": rate, "--requests": requests, "--duration": duration}
-    only_load = {
-        "--slo": slo,
-        "--served-model": served_model,
-        "--warm-up": warm_up,
-        "--ignore-eos": ignore_eos,
-    }
-    if all(value is None for value in under_load.values()):
-        for option, value in only_load.items():
-            if value not in (None, False):
-                raise typer.BadParameter("needs --url, --rate, --requests or --duration", param_hint=option)
-        if random_words is not None:
-            raise typer.BadParameter(
-                "needs --url, --rate, --requests or --duration", param_hint="--random-words"
-            )
+    if url is None and rate is None and requests is None and duration is None:
+        _refuse(f"needs {A_LOAD}", slo=slo, served_model=served_model, warm_up=warm_up)
+        _refuse(f"needs {A_LOAD}", ignore_eos=ignore_eos or None, random_words=random_words)
         report: Any = _compare(
             given.resolve().config,
-            mode,
-            tree_budget,
-            concurrency,
-            temperature,
-            prompts,
-            prompts_per_kind,
-            repetitions,
-            max_tokens,
+            modes=mode,
+            budgets=tree_budget,
+            concurrency=concurrency,
+            temperatures=temperature,
+            prompts=prompts,
+            prompts_per_kind=prompts_per_kind,
+            repetitions=repetitions,
+            max_tokens=max_tokens,
         )
         return _finish(report, output, json)
-    _check_load(given, url, served_model, rate, concurrency, repetitions)
+    if url is not None:
+        given.refuse_beside_url()
+    if concurrency is not None:
+        _refuse("a load has either a rate or a concurrency", rate=rate)
+    if url is None:
+        _refuse("needs --url", served_model=served_model)
+    _refuse("a load is measured once; use --requests or --duration", repetitions=repetitions)
     from runtime.load import Load
 
     config = given.resolve().config
@@ -143,34 +148,46 @@ def bench(
         base=Load(
             requests=requests if requests is not None or duration is not None else DEFAULT_REQUESTS,
             duration_s=duration,
-            warm_up=4 if warm_up is None else warm_up,
+            warm_up=DEFAULT_WARM_UP if warm_up is None else warm_up,
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             seed=seed,
         ),
-        concurrency=numbers("--concurrency", concurrency or "1", int) if rate is None else (),
-        rates=numbers("--rate", rate, float) if rate is not None else (),
+        concurrency=_sizes("--concurrency", concurrency or "1", int) if rate is None else (),
+        rates=_sizes("--rate", rate, float) if rate is not None else (),
         modes=words("--mode", mode, MODES) if mode is not None else (None,),
         budgets=budgets_of(config, tree_budget) or (None,),
         temperatures=temperatures_of(config, temperature),
         prompts=_load_prompts(prompts, prompts_per_kind, random_words, seed),
         slo=slo_of(slo),
     )
-    for size in (*plan.concurrency, *plan.rates):
-        if not 0 < size < float("inf"):
-            option = "--rate" if plan.rates else "--concurrency"
-            raise typer.BadParameter(f"{size:g} is not above 0", param_hint=option)
-    key = os.environ.get("DDTREE_API_KEY") or os.environ.get("OPENAI_API_KEY")
     with ProgressLine() as progress:
         if url is not None:
-            report = asyncio.run(_on_server(plan, url, served_model, key, progress))
+            report = asyncio.run(_on_server(plan, url, served_model, progress))
         else:
             report = asyncio.run(_in_process(plan, config, progress))
-    code = _finish(report, output, json)
-    broken = [each for each in report.results if each.requests == each.failed]
-    for each in broken[:1]:
-        tell(f"no request got an answer: {next(iter(each.errors), 'none was sent in this time')}")
-    return 1 if broken else code
+    return _finish(report, output, json) or _unanswered(report)
+
+
+def _print_schema() -> None:
+    from runtime.load_report import LoadReport
+
+    print(json_text.dumps(LoadReport.model_json_schema(by_alias=True), indent=2))
+
+
+def _refuse(reason: str, **options: object) -> None:
+    """Raises a usage error for the first of `options` that was given: it would be ignored."""
+    for name, value in options.items():
+        if value is not None:
+            raise typer.BadParameter(reason, param_hint="--" + name.replace("_", "-"))
+
+
+def _sizes(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    sizes = numbers(option, text, kind)
+    for size in sizes:
+        if not 0 < size < float("inf"):
+            raise typer.BadParameter(f"{size:g} is not above 0", param_hint=option)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -199,34 +216,36 @@ class LoadPlan:
 
 def _compare(
     config: "RuntimeConfig",
-    mode: str | None,
-    tree_budget: str | None,
+    *,
+    modes: str | None,
+    budgets: str | None,
     concurrency: str | None,
-    temperature: str,
+    temperatures: str,
     prompts: Path | None,
     prompts_per_kind: int | None,
     repetitions: int | None,
     max_tokens: int,
 ) -> Any:
-    budgets = budgets_of(config, tree_budget)
+    """Runs every case on an engine of this process; the lists are as the command line has them."""
+    nodes = budgets_of(config, budgets)
     at_once = numbers("--concurrency", concurrency or "1", int)
     for count in at_once:
         config.changed({"max_concurrency": count})
-    temperatures = temperatures_of(config, temperature)
-    modes = words("--mode", mode or ",".join(MODES), MODES)
+    levels = temperatures_of(config, temperatures)
+    chosen = words("--mode", modes or ",".join(MODES), MODES)
     per_kind = per_kind_of(prompts, prompts_per_kind)
     roomy = config.changed({"max_concurrency": max(config.max_concurrency, *at_once)})
     from runtime.bench import BenchPlan, run_bench
 
     plan = BenchPlan(
-        config=with_room(roomy, budgets),
-        modes=modes,
-        budgets=budgets,
+        config=with_room(roomy, nodes),
+        modes=chosen,
+        budgets=nodes,
         concurrency=at_once,
-        temperatures=temperatures,
+        temperatures=levels,
         prompts=prompts,
         prompts_per_kind=per_kind,
-        repetitions=5 if repetitions is None else repetitions,
+        repetitions=DEFAULT_REPETITIONS if repetitions is None else repetitions,
         max_tokens=max_tokens,
     )
     with ProgressLine() as progress:
@@ -245,11 +264,18 @@ def _finish(report: Any, output: Path | None, json: bool) -> int:
     return 0
 
 
-async def _on_server(
-    plan: LoadPlan, url: str, model: str | None, key: str | None, progress: ProgressLine
-) -> "LoadReport":
+def _unanswered(report: "LoadReport") -> int:
+    """The exit code: 1 where no request of some load got an answer, which is told."""
+    broken = [each for each in report.results if each.requests == each.failed]
+    for each in broken[:1]:
+        tell(f"no request got an answer: {next(iter(each.errors), 'none was sent in this time')}")
+    return 1 if broken else 0
+
+
+async def _on_server(plan: LoadPlan, url: str, model: str | None, progress: ProgressLine) -> "LoadReport":
     from runtime.http_load import OpenAiTarget
 
+    key = os.environ.get("DDTREE_API_KEY") or os.environ.get("OPENAI_API_KEY")
     target = OpenAiTarget(url, model, key)
     try:
         name = await target.open()
@@ -261,6 +287,7 @@ async def _on_server(
 async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: ProgressLine) -> "LoadReport":
     from runtime.connect import open_runtime
     from runtime.load import RuntimeTarget
+    from runtime.rebuild import keep_out
 
     budgets = tuple(each for each in plan.budgets if each is not None)
     config = with_room(config, budgets)
@@ -268,6 +295,7 @@ async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: Progres
     runtime = await open_runtime(config, fall_back=False)
     try:
         await wait_ready(runtime)  # type: ignore[arg-type]
+        keep_out()
         about = await runtime.describe()
         fields = ("device", "dtype", "threads", "linear", "drafter", "speculation", "max_concurrency")
         facts = {"model": about.target, **{name: getattr(about, name) for name in fields}}
@@ -296,27 +324,6 @@ async def _measure(
         run = await run_load(load, target, plan.prompts, told)
         results.append(summarise(run, plan.slo, meter.joules() if meter is not None else None))
     return LoadReport(conditions=before, results=tuple(results))
-
-
-def _check_load(
-    given: Given,
-    url: str | None,
-    served_model: str | None,
-    rate: str | None,
-    concurrency: str | None,
-    repetitions: int | None,
-) -> None:
-    """Refuses options that would be ignored beside others."""
-    if url is not None:
-        given.refuse_beside_url()
-    if rate is not None and concurrency is not None:
-        raise typer.BadParameter("a load has either a rate or a concurrency", param_hint="--rate")
-    if served_model is not None and url is None:
-        raise typer.BadParameter("needs --url", param_hint="--served-model")
-    if repetitions is not None:
-        raise typer.BadParameter(
-            "a load is measured once; use --requests or --duration", param_hint="--repetitions"
-        )
 
 
 def _load_prompts(

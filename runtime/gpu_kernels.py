@@ -34,11 +34,14 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(w, n, N, K, PDL: tl.constexpr):
-    """Asks for the first columns of weight rows `n` while the kernel before still runs: nothing writes weights."""
+def prefetch(w, n, N, low, high, K, PDL: tl.constexpr):
+    """Asks for the columns from `low` on, some of them, of weight rows `n` while the kernel before still runs.
+
+    Nothing writes weights.
+    """
     if PDL:
         lines = 64 * tl.arange(0, 16)
-        for start in range(0, min(K, 2048), 1024):
+        for start in range(low, tl.minimum(high, low + 2048), 1024):
             spot = w + tl.minimum(n, N - 1)[:, None] * K + tl.minimum(start + lines, K - 1)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [spot.to(tl.uint64, bitcast=True)],
@@ -48,12 +51,12 @@ def prefetch(w, n, N, K, PDL: tl.constexpr):
 
 @triton.jit
 def product(
-    x, w, source, live, n, columns, K,
+    x, w, source, live, n, columns, low, high, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `x @ w.T`, float32."""
+    """One tile of `x @ w.T` over the columns from `low` to `high`, float32."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(low, high, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (k < K) | EVEN
         a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
@@ -63,49 +66,107 @@ def product(
 
 
 @triton.jit
+def row_product(
+    first, x, w, row, n, columns, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`product` of one row `[1, BLOCK_N]`, in registers: no shared memory to fill, so that more loads are under way.
+
+    `first`: the first `BLOCK_K` columns of the weights, as `row_weights` gives them. Each thread adds up what it loads;
+    they add up together once, at the end.
+    """
+    b = first
+    total = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        following = row_weights(w, n, columns, start + BLOCK_K, K, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * K + k, mask=(k < K) | EVEN, other=0.0).to(tl.float32)
+        each = tl.reshape(b.to(tl.float32) * a[None, :], (BLOCK_N, BLOCK_K // 8, 8))
+        total += tl.sum(each, 2)
+        b = following
+    return tl.sum(total, 1)[None, :]
+
+
+@triton.jit
+def row_weights(w, n, columns, start, K, BLOCK_K: tl.constexpr):
+    """Columns `start` and on of weight rows `n`; read once a round, so that they need not stay in the cache."""
+    k = start + tl.arange(0, BLOCK_K)
+    wanted = columns[:, None] & (k < K)[None, :]
+    return tl.load(w + n[:, None] * K + k[None, :], mask=wanted, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def gathered(
-    x, w, rows, M, N, K, GATHER: tl.constexpr,
+    x, w, rows, M, N, K, GATHER: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """This program's tile of `x @ w.T`, or with `GATHER` of `x[rows] @ w.T`: rows and columns of the tile, which of
-    them there are, rows of x, product."""
+    them there are, rows of x, product. Of `SPLIT` programs along the third axis each has its part of the columns."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < N
-    prefetch(w, n, N, K, PDL)
+    low, high = 0, K
+    if SPLIT > 1:
+        chunk = tl.cdiv(K, SPLIT * BLOCK_K) * BLOCK_K
+        low = tl.program_id(2) * chunk
+        high = tl.minimum(low + chunk, K)
+    if BLOCK_M == 1:
+        first = row_weights(w, n, columns, 0, K, BLOCK_K)
+    else:
+        prefetch(w, n, N, low, high, K, PDL)
     begin(PDL)
     source = m
     if GATHER:
         source = tl.load(rows + m, mask=live, other=0)
-    total = product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    if BLOCK_M == 1:
+        total = row_product(first, x, w, tl.sum(source, 0), n, columns, K, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        total = product(x, w, source, live, n, columns, low, high, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     return m, n, live, columns, source, total
+
+
+@triton.jit
+def joined(total, partial, tickets, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether this program is the last of the `SPLIT` that have a part of one tile; then also the sum of the parts.
+
+    They are added in their order, whoever came last. `partial [SPLIT, tiles, BLOCK_M, BLOCK_N]`; `tickets [tiles]` are
+    0 before and after.
+    """
+    tiles = tl.num_programs(0) * tl.num_programs(1)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    spot = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(partial + (tl.program_id(2) * tiles + tile) * (BLOCK_M * BLOCK_N) + spot, total)
+    tl.debug_barrier()  # the ticket tells of what every thread has stored
+    last = tl.atomic_add(tickets + tile, 1) == SPLIT - 1
+    if last:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for part in tl.static_range(SPLIT):
+            total += tl.load(
+                partial + (part * tiles + tile) * (BLOCK_M * BLOCK_N) + spot, cache_modifier=".cg"
+            )
+        tl.store(tickets + tile, 0)
+    return last, total
 
 
 @triton.jit
 def row_scale(squares, rows, live, tiles, K, eps, TILES: tl.constexpr):
     """`1 / rms` of rows whose sums of squares stand in the first `tiles` entries of `squares [rows, TILES]`."""
-    tile = tl.arange(0, TILES)
-    there = live[:, None] & (tile < tiles)[None, :]
-    parts = tl.load(squares + rows[:, None] * TILES + tile[None, :], mask=there, other=0.0)
-    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
+    CHUNK: tl.constexpr = TILES if TILES * rows.shape[0] <= 8192 else 8192 // rows.shape[0]
+    total = tl.zeros((rows.shape[0],), tl.float32)
+    for start in range(0, tiles, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        there = live[:, None] & (tile < tiles)[None, :]
+        total += tl.sum(tl.load(squares + rows[:, None] * TILES + tile[None, :], mask=there, other=0.0), 1)
+    return tl.rsqrt(total / K + eps)
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
-def linear_kernel(
-    x, w, out, squares, bias, residual, rows, gain, scaled, squares_out, tap, M, N, K, tiles, tap_stride, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, NEXT: tl.constexpr,
-    TAP: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def finish(
+    total, m, n, live, columns, out, squares, bias, residual, gain, scaled, squares_out, tap, N, K, tiles, tap_stride,
+    eps, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr, TAP: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """`out [M, N] = x @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
-
-    RMS norm is split between the products around it: `NEXT` also writes `scaled = out * gain`, the gain of the norm
-    that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
-    `TAP` also writes the result to `tap [M, tap_stride]`.
-    """
-    m, n, live, columns, _source, total = gathered(
-        x, w, rows, M, N, K, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
-    )
+    """What `linear_kernel` does with a tile of its product."""
     here = live[:, None] & columns[None, :]
     spot = m[:, None] * N + n[None, :]
     if NORM:
@@ -123,6 +184,33 @@ def linear_kernel(
         factor = tl.load(gain + n, mask=columns, other=0.0).to(tl.float32)
         tl.store(scaled + spot, (wide * factor[None, :]).to(out.dtype.element_ty), mask=here)
         tl.store(squares_out + m * TILES + tl.program_id(0), tl.sum(wide * wide, 1), mask=live)
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def linear_kernel(
+    x, w, out, squares, bias, residual, rows, gain, scaled, squares_out, tap, M, N, K, tiles, tap_stride, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, NEXT: tl.constexpr,
+    TAP: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    partial=None, tickets=None, SPLIT: tl.constexpr = 1,
+):  # fmt: skip
+    """`out [M, N] = x @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
+
+    RMS norm is split between the products around it: `NEXT` also writes `scaled = out * gain`, the gain of the norm
+    that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
+    `TAP` also writes the result to `tap [M, tap_stride]`. `SPLIT` programs share a tile, see `joined`.
+    """
+    m, n, live, columns, _source, total = gathered(
+        x, w, rows, M, N, K, GATHER, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
+    )
+    last = True
+    if SPLIT > 1:
+        last, total = joined(total, partial, tickets, SPLIT, BLOCK_M, BLOCK_N)
+    if last:
+        finish(
+            total, m, n, live, columns, out, squares, bias, residual, gain, scaled, squares_out, tap, N, K, tiles,
+            tap_stride, eps, NORM, BIAS, RESIDUAL, NEXT, TAP, TILES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tap_stride"])
@@ -149,18 +237,32 @@ def add_sum_kernel(
     tl.store(squares + row * TILES, tl.sum(wide * wide, 0))
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
-def gated_kernel(
-    x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def both_row_products(
+    first, x, w, row, n, columns, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = norm(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live, columns = m < M, n < N
-    prefetch(w, n, N, K, PDL)
-    prefetch(w, N + n, 2 * N, K, PDL)
-    begin(PDL)
+    """`row_product` with the two halves of `w [2 * N, K]` at once."""
+    g, u = first
+    gate = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        next_g = row_weights(w, n, columns, start + BLOCK_K, K, BLOCK_K)
+        next_u = row_weights(w, N + n, columns, start + BLOCK_K, K, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * K + k, mask=(k < K) | EVEN, other=0.0).to(tl.float32)[None, :]
+        gate += tl.sum(tl.reshape(g.to(tl.float32) * a, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+        up += tl.sum(tl.reshape(u.to(tl.float32) * a, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+        g, u = next_g, next_u
+    return tl.sum(gate, 1)[None, :], tl.sum(up, 1)[None, :]
+
+
+@triton.jit
+def both_products(
+    x, w, m, live, n, columns, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`product` with the two halves of `w [2 * N, K]`."""
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -172,6 +274,27 @@ def gated_kernel(
         u = tl.load(w + (N + n)[:, None] * K + k[None, :], mask=wanted, other=0.0)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def gated_kernel(
+    x, w, out, squares, M, N, K, tiles, eps, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU: `out [M, N] = silu(g) * u` with `g, u = norm(x) @ w.T`, gate rows first in `w [2 * N, K]`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, columns = m < M, n < N
+    if BLOCK_M == 1:
+        first = row_weights(w, n, columns, 0, K, BLOCK_K), row_weights(w, N + n, columns, 0, K, BLOCK_K)
+        begin(PDL)
+        gate, up = both_row_products(first, x, w, tl.program_id(1), n, columns, N, K, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        prefetch(w, n, N, 0, K, K, PDL)
+        prefetch(w, N + n, 2 * N, 0, K, K, PDL)
+        begin(PDL)
+        gate, up = both_products(x, w, m, live, n, columns, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     scale = row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]
     gate, up = gate * scale, up * scale
     result = gate / (1.0 + tl.exp(-gate)) * up

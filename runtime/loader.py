@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from runtime.gang_target import GangTarget
 from runtime.graph_loading import graph_rounds, rank_rounds
 from runtime.interface import ConfigRejected
 from runtime.kv_cache import KVCache
-from runtime.linear import choose_draft_linear, choose_linear
+from runtime.linear import LinearFactory, choose_draft_linear, choose_linear
 from runtime.memory_plan import MemoryPlan, check_memory, scratch_slots, with_peak
 from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped_drafter, unrewindable_layers
 from runtime.native_layouts import rank_variables, refusal
@@ -104,8 +105,8 @@ def inspect(config: RuntimeConfig, progress: Progress = lambda _share, _what: No
 
 def read_pair(config: RuntimeConfig, progress: Progress = lambda _share, _what: None) -> Pair:
     """`inspect` without what the native engine's layouts ask; SGLang runs more architectures than this engine."""
-    device = _device(config)
-    try:
+    device = device_of(config)
+    with _refusals():
         checkpoint = open_checkpoint(
             config.model,
             allow_fetch=True,
@@ -117,10 +118,6 @@ def read_pair(config: RuntimeConfig, progress: Progress = lambda _share, _what: 
         folder, drafter, reason = _drafter(config, checkpoint)
         tokenizer = kept_tokenizer(checkpoint.path, checkpoint.load_tokenizer)
         _check_vocabularies(tokenizer, checkpoint, folder, drafter)
-    except (CheckpointError, DrafterMismatch) as refused:
-        raise ConfigRejected(
-            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
-        ) from None
     return Pair(
         checkpoint=checkpoint,
         tokenizer=tokenizer,
@@ -141,83 +138,103 @@ def load(config: RuntimeConfig, progress: Progress = lambda _share, _what: None)
     threads = _set_threads(config)
     progress(0.05, "opening the model")
     pair = inspect(config, progress)
-    checkpoint, tokenizer, limits, device, dtype = (
-        pair.checkpoint,
-        pair.tokenizer,
-        pair.limits,
-        pair.device,
-        pair.dtype,
-    )
-    folder, drafter_config, reason = pair.drafter_path, pair.drafter_config, pair.no_drafter_reason
     memory = check_memory(config, pair)
     try:
-        progress(0.5, "loading the target")
-        factory, linear = choose_linear(config.linear, dtype, device)
-        draft_factory, beside = choose_draft_linear(factory, dtype, device)
-        drafter: FusedDrafter | None = None
-        if folder is not None and drafter_config is not None:
-            drafter = FusedDrafter(load_drafter(folder, drafter_config, dtype, device), draft_factory)
-        taps = drafter_config.target_layer_ids if drafter_config else ()
-        target: TargetModel
-        if config.layout == "single":
-            target = TargetModel(
-                checkpoint,
-                taps=taps,
-                dtype=dtype,
-                device=device,
-                linear=factory,
-                draft_linear=draft_factory if drafter_config else None,
-            )
-        else:
-            progress(0.6, f"starting the ranks of {config.layout}")
-            target = GangTarget(
-                checkpoint,
-                config.layout,
-                slots=limits.kv_slots,
-                taps=taps,
-                dtype=dtype,
-                device=device,
-                linear=factory,
-                linear_setting=config.linear,
-                draft_linear=draft_factory if drafter_config else None,
-                threads=threads,
-                tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
-                variables=rank_variables(config.layout),
-                rounds=rank_rounds(config, pair),
-            )
-        target.limit_vocabulary(tokenizer.vocab_size)
-    except (CheckpointError, DrafterMismatch) as refused:
-        raise ConfigRejected(
-            str(refused), "drafter" if isinstance(refused, DrafterMismatch) else "model"
-        ) from None
+        with _refusals():
+            target, drafter, linear = _build(config, pair, threads, progress)
     except ValueError as refused:
         raise ConfigRejected(str(refused)) from None
     cache = KVCache(
         target.pool if isinstance(target, GangTarget) else target.geometry,
-        drafter_config.geometry(dtype) if drafter_config else None,
-        limits.kv_slots,
-        device,
-        scratch=scratch_slots(device),
+        pair.drafter_config.geometry(pair.dtype) if pair.drafter_config else None,
+        pair.limits.kv_slots,
+        pair.device,
+        scratch=scratch_slots(pair.device),
     )
-    digest = checkpoint.digest() if checkpoint.gguf is not None else None
+    digest = pair.checkpoint.digest() if pair.checkpoint.gguf is not None else None
     models = Models(target, drafter, cache, pair.block_size, config.draft_noise)
-    graphs, rounds = graph_rounds(config, models, limits, progress)
+    graphs, rounds = graph_rounds(config, models, pair.limits, progress)
     return Loaded(
         models=models,
         graphs=graphs,
         rounds=rounds,
-        checkpoint=checkpoint,
-        tokenizer=tokenizer,
-        limits=limits,
-        drafter_path=folder,
-        no_drafter_reason=reason,
-        linear=linear + (beside if drafter else "") + ("" if target.fused else ", transformers modules"),
+        checkpoint=pair.checkpoint,
+        tokenizer=pair.tokenizer,
+        limits=pair.limits,
+        drafter_path=pair.drafter_path,
+        no_drafter_reason=pair.no_drafter_reason,
+        linear=linear,
         threads=threads,
         target_digest=digest,
-        notes=_notes(folder, digest),
-        memory=with_peak(memory, device),
+        notes=_notes(pair.drafter_path, digest),
+        memory=with_peak(memory, pair.device),
         layout=target.words if isinstance(target, GangTarget) else "1 process",
     )
+
+
+def _build(
+    config: RuntimeConfig, pair: Pair, threads: int, progress: Progress
+) -> tuple[TargetModel, FusedDrafter | None, str]:
+    """Target and drafter with their weights read, and in words which linear layers they run."""
+    progress(0.5, "loading the target")
+    linear, words = choose_linear(config.linear, pair.dtype, pair.device)
+    draft_linear, beside = choose_draft_linear(linear, pair.dtype, pair.device)
+    drafter: FusedDrafter | None = None
+    if pair.drafter_path is not None and pair.drafter_config is not None:
+        weights = load_drafter(pair.drafter_path, pair.drafter_config, pair.dtype, pair.device)
+        drafter = FusedDrafter(weights, draft_linear)
+        words += beside
+    target = _target(config, pair, linear, draft_linear if drafter else None, threads, progress)
+    target.limit_vocabulary(pair.tokenizer.vocab_size)
+    return target, drafter, words if target.fused else f"{words}, transformers modules"
+
+
+def _target(
+    config: RuntimeConfig,
+    pair: Pair,
+    linear: LinearFactory,
+    draft_linear: LinearFactory | None,
+    threads: int,
+    progress: Progress,
+) -> TargetModel:
+    """The target in this process, or split over the ranks of a layout."""
+    taps = pair.drafter_config.target_layer_ids if pair.drafter_config else ()
+    if config.layout == "single":
+        return TargetModel(
+            pair.checkpoint,
+            taps=taps,
+            dtype=pair.dtype,
+            device=pair.device,
+            linear=linear,
+            draft_linear=draft_linear,
+        )
+    progress(0.6, f"starting the ranks of {config.layout}")
+    return GangTarget(
+        pair.checkpoint,
+        config.layout,
+        slots=pair.limits.kv_slots,
+        taps=taps,
+        dtype=pair.dtype,
+        device=pair.device,
+        linear=linear,
+        linear_setting=config.linear,
+        draft_linear=draft_linear,
+        threads=threads,
+        tick=lambda: progress(0.6, f"loading the ranks of {config.layout}"),
+        variables=rank_variables(config.layout),
+        rounds=rank_rounds(config, pair),
+    )
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What model and drafter files refuse, as ConfigRejected with the setting that names them."""
+    try:
+        yield
+    except DrafterMismatch as refused:
+        raise ConfigRejected(str(refused), "drafter") from None
+    except CheckpointError as refused:
+        raise ConfigRejected(str(refused), "model") from None
 
 
 def _check_dimensions(checkpoint: Checkpoint) -> None:
@@ -254,17 +271,15 @@ def physical_cores() -> int:
         return max(1, allowed)
 
 
-def _device(config: RuntimeConfig) -> torch.device:
+def device_of(config: RuntimeConfig) -> torch.device:
+    """The device that is configured, "auto" settled.
+
+    Raises:
+        ConfigRejected: it is not there.
+    """
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise ConfigRejected(
-            f"device: {config.device!r} is no device; use cpu, cuda or cuda:N", "device"
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigRejected(f"device: {config.device!r} is not supported; use cpu, cuda or cuda:N", "device")
+    device = torch.device(config.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise ConfigRejected(

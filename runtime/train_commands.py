@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -59,23 +59,23 @@ def train_drafter(
 
     import torch
 
+    from runtime.config import validate
+    from runtime.interface import ConfigRejected
+    from runtime.loader import device_of
     from runtime.models import DEFAULT_MODEL, open_checkpoint
     from runtime.train_drafter import TrainOptions
     from runtime.train_stages import TrainingRun, run_stages, with_device_defaults
 
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if not chosen.startswith(("cpu", "cuda")) or (
-        chosen.startswith("cuda") and not torch.cuda.is_available()
-    ):
-        _refuse(
-            f"--device {device!r} is not usable here; give cpu, or auto to use a GPU where there is one", 2
-        )
+    try:
+        place = device_of(validate({"device": device}))
+    except ConfigRejected as refused:
+        _refuse(str(refused), 2)
     try:
         options = TrainOptions(minutes=minutes_train, seed=seed, learning_rate=learning_rate)
         run = TrainingRun(
             checkpoint=open_checkpoint(model or DEFAULT_MODEL, allow_fetch=True),
             folder=out,
-            device=torch.device(chosen),
+            device=place,
             options=options,
             prompts=tuple(prompts or ()),
             exclude=tuple(exclude or ()),
@@ -96,7 +96,7 @@ def train_drafter(
         _refuse(str(error).splitlines()[0], 1)
 
 
-def _refuse(text: str, code: int) -> None:
+def _refuse(text: str, code: int) -> NoReturn:
     typer.echo(f"ddtree train-drafter: {text}", err=True)
     raise typer.Exit(code)
 

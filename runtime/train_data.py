@@ -273,7 +273,9 @@ def build_sequences(prompts: Prompts, found: Iterable[Generated], seed: int) -> 
     tokens = np.concatenate(pieces)
     small = np.uint16 if int(tokens.max()) < 1 << 16 else np.int32
     held_rows = held[indices]
-    if held_rows.all() or not held_rows.any():
+    if len(rows) == 1:
+        held_rows = np.zeros(1, dtype=bool)  # nothing would be left to train on
+    elif held_rows.all() or not held_rows.any():
         held_rows = np.arange(len(rows)) % 50 == 0
     return Sequences(
         tokens=tokens.astype(small),

@@ -76,6 +76,7 @@ class Stages:
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
+        self._notes = _data_notes(run.data_list)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._began = time.monotonic()
         self._log = run.folder / "log.txt"
@@ -202,9 +203,13 @@ class Stages:
             for each in self._generate(jobs, deadline, run.max_new, "responses"):
                 found.append(each)
         except KeyboardInterrupt:
-            self.say("interrupted: the responses so far are kept, the same command continues with them")
-            if found:
+            try:
                 save_arrays(path, build_sequences(prompts, found, run.options.seed))
+                self.say("interrupted: the responses so far are kept, the same command continues with them")
+            except TrainingDataError:
+                self.say(
+                    "interrupted before there were responses to train on; the same command starts them anew"
+                )
             raise
         data = build_sequences(prompts, found, run.options.seed)
         save_arrays(path, data)
@@ -262,15 +267,9 @@ class Stages:
         for name, count in kind_counts(load_prompts(self.run.folder / "prompts.npz")).items():
             key = "self-prompts" if name.startswith("self:") else name
             counts[key] = counts.get(key, 0) + count
-        notes: dict[str, dict[str, Any]] = {}
-        if self.run.data_list is not None:
-            notes = {
-                str(each["name"]): each for each in json.loads(self.run.data_list.read_text(encoding="utf-8"))
-            }
-        notes.setdefault("self-prompts", {"origin": "written by the target itself", "licence": "none needed"})
         unknown = {"origin": "n/a", "licence": "n/a"}
         return [
-            {**notes.get(name, unknown), "name": name, "prompts": count}
+            {**self._notes.get(name, unknown), "name": name, "prompts": count}
             for name, count in sorted(counts.items())
         ]
 
@@ -279,6 +278,19 @@ class Stages:
             peak = torch.cuda.max_memory_allocated() / 2**30
             self.say(f"GPU memory peak {peak:.1f} GiB")
             torch.cuda.empty_cache()
+
+
+def _data_notes(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Name of each source of prompts to what the list at `path` says of it."""
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8")) if path is not None else []
+        notes = {str(each["name"]): dict(each) for each in listed}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise TrainingDataError(
+            f"data list {path} cannot be used; give a JSON list of {{name, origin, licence}}"
+        ) from None
+    own = {"origin": "written by the target itself", "licence": "none needed"}
+    return {"self-prompts": own} | notes
 
 
 def with_device_defaults(run: TrainingRun, rows: int | None, blocks: int | None) -> TrainingRun:
@@ -293,6 +305,8 @@ def run_stages(run: TrainingRun, stage: str) -> None:
     torch.manual_seed(run.options.seed)
     np.random.seed(run.options.seed % (1 << 32))
     stages = Stages(run)
+    if stage != "export":
+        _ = stages.drafter_config  # one that does not fit the target is refused before the minutes are spent
     if stage in ("prompts", "all"):
         stages.prompts()
     if stage in ("responses", "all"):

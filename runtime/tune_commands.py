@@ -149,6 +149,7 @@ def _plan(
 
 async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, apply: bool) -> "TuneReport":
     from runtime.connect import attach, author, open_runtime
+    from runtime.rebuild import keep_out
     from runtime.tune import Ledger
     from runtime.tune import tune as race
 
@@ -161,6 +162,7 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
     try:
         if url is None:
             await wait_ready(runtime)  # type: ignore[arg-type]
+            keep_out()
         with ProgressLine() as line:
             report = await race(
                 runtime,

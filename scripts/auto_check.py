@@ -26,6 +26,7 @@ from runtime.load import Load, Prompt, RuntimeTarget, run_load
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import Arm, student
+from runtime.rebuild import keep_out
 
 PAIRED = 2
 """So many fixed settings run beside auto."""
@@ -68,14 +69,14 @@ CHANGING = Kind(
     "1 to 32 to 1", (Phase(1, 3, 0.0), Phase(32, 32, 0.0), Phase(1, 3, 0.0)), 0.0, every_rival=True
 )
 ON_GPU = (
-    Kind("mixed, 1 user", (Phase(1, 12, 0.0), Phase(1, 12, 0.7)), -0.03, pairs=6),
-    Kind("mixed, 8 users", (Phase(8, 48, 0.0), Phase(8, 48, 0.7)), -0.03, pairs=8),
-    Kind("mixed, 32 users", (Phase(32, 96, 0.0), Phase(32, 96, 0.7)), -0.03, pairs=8),
+    Kind("mixed, 1 user", (Phase(1, 40, 0.0), Phase(1, 40, 0.7)), -0.03, pairs=8),
+    Kind("mixed, 8 users", (Phase(8, 160, 0.0), Phase(8, 160, 0.7)), -0.03, pairs=8),
+    Kind("mixed, 32 users", (Phase(32, 320, 0.0), Phase(32, 320, 0.7)), -0.03, pairs=8),
     Kind(
         "1 to 32 to 1",
-        (Phase(1, 12, 0.0), Phase(32, 128, 0.0), Phase(1, 12, 0.0)),
+        (Phase(1, 24, 0.0), Phase(32, 320, 0.0), Phase(1, 24, 0.0)),
         0.0,
-        pairs=8,
+        pairs=5,
         every_rival=True,
     ),
 )
@@ -178,6 +179,7 @@ async def check(given: argparse.Namespace) -> dict[str, Any]:
     runtime = LocalRuntime(config)
     try:
         await runtime.wait_ready()
+        keep_out()
         about = await runtime.describe()
         if given.gpu:
             for kind in kinds:

@@ -27,6 +27,7 @@ from runtime.engine import Engine
 from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
 from runtime.loader import load
 from runtime.prompt_sets import read_prompts
+from runtime.rebuild import keep_out
 
 Arm = tuple[str, int]
 ALL: tuple[Arm, ...] = (("off", 0), ("chain", 0), ("tree", 7), ("tree", 15), ("tree", 31), ("tree", 63))
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--gaps", nargs="*", type=int, default=[], metavar="CHUNK")
     parser.add_argument("--steps", nargs="+", default=["1", "accept", "8", "32"])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     args = parser.parse_args()
     import transformers
     import triton
@@ -171,6 +173,7 @@ def main() -> None:
     )  # fmt: skip
     loaded = load(config)
     engine = Engine(loaded, config, 31)
+    keep_out()
     about = {
         "gpu": torch.cuda.get_device_name(),
         "versions": {
@@ -196,7 +199,7 @@ def main() -> None:
                 print(json.dumps(cell), file=out, flush=True)
         if args.gaps:
             return
-        plan: list[tuple[str, float]] = [(step, t) for t in (0.0, 1.0) for step in args.steps]
+        plan: list[tuple[str, float]] = [(step, t) for t in args.temperatures for step in args.steps]
         for step, temperature in plan:
             for name, prompts in sets.items():
                 if time.perf_counter() - began > args.until:

@@ -163,10 +163,12 @@ class NativeArm:
         from runtime.config import validate
         from runtime.engine import Engine
         from runtime.loader import load
+        from runtime.rebuild import keep_out
 
         config = validate(arguments)
         loaded = load(config)
         self.engine = Engine(loaded, config, 31)
+        keep_out()
         self.about = {
             "system": "ddtree",
             "dtype": str(loaded.models.target.dtype),

@@ -1,6 +1,7 @@
 """Measures the SGLang engine and its plugin on a GPU, beside our native engine on the same weights and prompts.
 
     python scripts/sglang_gpu.py all --target FOLDER --out FOLDER [--seconds 420] [--site FOLDER] [--sets FILE ...]
+    python scripts/sglang_gpu.py soak --target FOLDER --out FOLDER     the soak alone; so does kill
     python scripts/sglang_gpu.py check --target FOLDER         the arguments through SGLang's parser; needs no GPU
 
 `all`: engines come up side by side, each in a process of its own, and are measured one at a time, in turn:
@@ -167,11 +168,16 @@ class Session:
     def soak(self) -> None:
         base = next(arm for arm in self.options.first if arm.startswith("tree"))
         rows = [row for each in self.prompts.values() for row in each[:16]]
-        seconds = min(120.0, self.results.left - 15)
-        self.results.need(25, "soak")
-        order, before = {"do": "soak", "prompts": rows, "steps": self.options.steps}, gpu_used()
-        found = self.fleet.ask(base, seconds + 60, seconds=seconds, **order)
-        found |= {"of": self.options.steps, "gpu_before": before, "gpu_after": gpu_used()}
+        self.results.need(40, "soak")
+        order = {"do": "soak", "prompts": rows}
+        # First use of each batch size takes memory once: only what comes after it can be a leak.
+        warm = self.fleet.ask(
+            base, 120, seconds=self.results.left / 4, steps=self.options.steps // 10, **order
+        )
+        before, seconds = gpu_used(), self.results.left - 15
+        found = self.fleet.ask(base, seconds + 60, seconds=seconds, steps=self.options.steps, **order)
+        found |= {"of": self.options.steps, "warm_steps": warm["steps"]}
+        found |= {"gpu_before": before, "gpu_after": gpu_used()}
         self.results.cell(f"soak/{base}", found)
 
     def kill(self) -> None:
@@ -226,6 +232,20 @@ def everything(options: argparse.Namespace, results: Results) -> None:
                 guarded(results, name, part)
                 results.note("part", part=name, took_s=round(time.monotonic() - began, 1))
                 fleet.keep_logs()
+        finally:
+            fleet.end()
+            fleet.keep_logs()
+
+
+def soak(options: argparse.Namespace, results: Results) -> None:
+    """The first engine with trees alone on the GPU."""
+    with tempfile.TemporaryDirectory(prefix="ddtree-arms-") as scratch:
+        fleet = Fleet(options, results, Path(scratch))
+        try:
+            fleet.start([next(arm for arm in options.first if arm.startswith("tree"))])
+            session = Session(options, results, fleet)
+            fleet.await_ready()
+            guarded(results, "soak", session.soak)
         finally:
             fleet.end()
             fleet.keep_logs()
@@ -336,7 +356,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
         return [word for word in words.split(",") if word]
 
     option = parser.add_argument
-    option("part", choices=("all", "check", "kill"))
+    option("part", choices=("all", "check", "soak", "kill"))
     option("--target", type=Path, required=True, help="Hugging Face folder (ddtree model convert)")
     option("--drafter", type=Path, default=ROOT / "runtime/drafters/smollm2-135m-instruct")
     option("--out", type=Path, help="folder of the results")
@@ -372,7 +392,7 @@ def main() -> None:
             paths = [str(options.site or ""), os.environ.get("PYTHONPATH", "")]
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         results = Results(options.out, options.earlier, options.seconds)
-        {"all": everything, "check": check, "kill": kill}[options.part](options, results)
+        {"all": everything, "check": check, "soak": soak, "kill": kill}[options.part](options, results)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from runtime.config import RuntimeConfig
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import FULL_BLOCKS, Arm
+from runtime.rebuild import keep_out
 from runtime.tune import PROMPTS_PER_BLOCK, SLOWEST, TunePlan, arms_to_try, current_setting, measure, tune
 
 TUNES = 5
@@ -68,6 +69,7 @@ async def check(given: argparse.Namespace) -> dict[str, Any]:
     runtime = LocalRuntime(CONFIG)
     try:
         await runtime.wait_ready()
+        keep_out()
         await measure(runtime, PLAN, Arm("tree", 11), 0)  # the first calls are paid
         speeds = await exhaustive(runtime, kept)
         best = max(speeds, key=speeds.__getitem__)

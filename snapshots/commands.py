@@ -29,48 +29,58 @@ from snapshots.upkeep_commands import add_upkeep
 
 if TYPE_CHECKING:
     from runtime.interface import Runtime
+    from snapshots.message import Entry
     from snapshots.rollback import Outcome, Preview
+    from snapshots.saving import SaveRequest
+    from snapshots.store import Store
 
 snapshot_app = typer.Typer(
     help="Commit working configurations, compare them, and go back to one.", no_args_is_help=True
 )
+
+Label = Annotated[str, typer.Option(metavar="TEXT", help="One line to find it by.")]
+Note = Annotated[str | None, typer.Option(metavar="TEXT", help="Your words, kept as they are.")]
+NoteFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Your words from a file; - is stdin.")]
+AttachBench = Annotated[
+    bool, typer.Option("--measure/--no-measure", help="Take a short bench and attach it.")
+]
+BenchFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Keep the figures of 'ddtree bench --json'.")
+]
+Packages = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Compare this package with its wheel too.")
+]
+Units = Annotated[list[str] | None, typer.Option(metavar="UNIT", help="Keep this systemd unit too.")]
+AllowSecret = Annotated[
+    bool, typer.Option("--allow-secret", help="Save though something looks like a secret.")
+]
+FetchOriginals = Annotated[
+    bool,
+    typer.Option(
+        "--fetch-originals/--no-fetch-originals",
+        help="Download the wheel of a patched package once, for the diff.",
+    ),
+]
+Push = Annotated[
+    bool, typer.Option("--push/--no-push", help="Push in the background where there is a remote.")
+]
 
 
 @snapshot_app.command()
 @config_options()
 def save(
     given: Given,
-    label: Annotated[str, typer.Option(metavar="TEXT", help="One line to find it by.")] = "",
-    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Your words, kept as they are.")] = None,
-    note_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Your words from a file; - is stdin.")
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Take a short bench and attach it.")
-    ] = False,
+    label: Label = "",
+    note: Note = None,
+    note_file: NoteFile = None,
+    measure: AttachBench = False,
     under_load: UnderLoad = False,
-    bench: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the figures of 'ddtree bench --json'.")
-    ] = None,
-    package: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Compare this package with its wheel too.")
-    ] = None,
-    unit: Annotated[
-        list[str] | None, typer.Option(metavar="UNIT", help="Keep this systemd unit too.")
-    ] = None,
-    allow_secret: Annotated[
-        bool, typer.Option("--allow-secret", help="Save though something looks like a secret.")
-    ] = False,
-    fetch_originals: Annotated[
-        bool,
-        typer.Option(
-            "--fetch-originals/--no-fetch-originals",
-            help="Download the wheel of a patched package once, for the diff.",
-        ),
-    ] = True,
-    push: Annotated[
-        bool, typer.Option("--push/--no-push", help="Push in the background where there is a remote.")
-    ] = True,
+    bench: BenchFile = None,
+    package: Packages = None,
+    unit: Units = None,
+    allow_secret: AllowSecret = False,
+    fetch_originals: FetchOriginals = True,
+    push: Push = True,
     store: StoreFolder = None,
     url: Url = None,
     json: Json = False,
@@ -79,11 +89,9 @@ def save(
 
     With no running instance: the settings it would start with, marked "not running, not measured".
     """
-    from snapshots.git import StoreRefused
-    from snapshots.live import standard_bench
     from snapshots.patches import DEFAULT_PACKAGES
     from snapshots.remote import get_remote, push_in_background
-    from snapshots.saving import SaveRequest, attach, save_resolved, save_running
+    from snapshots.saving import SaveRequest, save_running
 
     refuse_read_only()
     request = SaveRequest(
@@ -98,33 +106,48 @@ def save(
     into = store_at(store)
 
     async def act(runtime: Runtime | None) -> int:
-        if runtime is None:
-            if measure:
-                raise refused(
-                    "no instance is running, so nothing can be measured; start one or use --no-measure"
-                )
-            entry = await save_resolved(into, given.resolve().config.model_dump(), request)
-        else:
-            if given.file is not None:
-                raise typer.BadParameter(
-                    "a runtime is running; its own settings are saved", param_hint="--config"
-                )
-            entry = await save_running(into, runtime, request)
         code = 0
-        if measure and runtime is not None:
-            try:
-                with ProgressLine() as progress:
-                    figure = await standard_bench(runtime, under_load, progress)
-                attach(into, entry, figure)
-            except StoreRefused as reason:
-                tell(f"saved, and {reason}")
-                code = REFUSED
+        if runtime is None:
+            entry = await _save_stopped(into, given, request, measure)
+        elif given.file is not None:
+            raise typer.BadParameter(
+                "a runtime is running; its own settings are saved", param_hint="--config"
+            )
+        else:
+            entry = await save_running(into, runtime, request)
+            if measure:
+                code = await _attach_bench(into, entry, runtime, under_load)
         if push and get_remote(into) is not None:
             push_in_background(into)
         show_entry(into.entry(entry.commit), json, "saved")
         return code
 
     return with_runtime(url, act)
+
+
+async def _save_stopped(into: Store, given: Given, request: SaveRequest, measure: bool) -> Entry:
+    """Commits the settings that a start would have, where nothing runs."""
+    from snapshots.saving import save_resolved
+
+    if measure:
+        raise refused("no instance is running, so nothing can be measured; start one or use --no-measure")
+    return await save_resolved(into, given.resolve().config.model_dump(), request)
+
+
+async def _attach_bench(into: Store, entry: Entry, runtime: Runtime, under_load: bool) -> int:
+    """Measures what runs and adds the figure to its snapshot; the exit code. A refusal leaves the snapshot saved."""
+    from snapshots.git import StoreRefused
+    from snapshots.live import standard_bench
+    from snapshots.saving import attach
+
+    try:
+        with ProgressLine() as progress:
+            figure = await standard_bench(runtime, under_load, progress)
+        attach(into, entry, figure)
+    except StoreRefused as reason:
+        tell(f"saved, and {reason}")
+        return REFUSED
+    return 0
 
 
 @snapshot_app.command("list")

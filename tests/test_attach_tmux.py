@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 from served import ROOT, Served, serving, until
-from test_console_tmux import Tmux, needs_tmux
+from test_console_tmux import needs_tmux
 from test_ctl import ctl
+from tmux_window import Tmux
 
 from runtime.instance import birth_of, instances
 

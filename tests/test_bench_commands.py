@@ -85,6 +85,8 @@ def test_a_load_nobody_answers_fails_with_the_reason(
         (["--rate", "2", "--concurrency", "3"], "either a rate or a concurrency"),
         (["--url", "http://h", "--threads", "2"], "server's own setting"),
         (["--slo", "ttft=1"], "needs --url"),
+        (["--warm-up", "0"], "needs --url"),
+        (["--ignore-eos"], "needs --url"),
         (["--rate", "0"], "not above 0"),
         (["--rate", "nan"], "not above 0"),
         (["--rate", "1", "--slo", "itl=5"], "'itl=5' is not one of"),

@@ -68,6 +68,14 @@ def test_speed_counts_tokens_not_chunks_and_leaves_idle_time_out():
     assert (again.tok_s_peak or 0) >= (again.tok_s_mean or 0)
 
 
+def test_the_moments_between_requests_one_after_the_other_are_no_decoding():
+    window = RoundWindow()
+    for request in range(10):
+        first, *others = rounds(at=START + 0.05 * request, count=30, gap_s=0.001, first_index=30 * request)
+        window.add([first.model_copy(update={"prefill_tokens": 40, "prefill_s": 0.002}), *others])
+    assert window.figures(START + 0.5).tok_s_mean == pytest.approx(4000.0)
+
+
 def test_the_series_has_holes_where_nothing_was_decoded():
     window = RoundWindow()
     window.add(rounds())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 from console_driver import Driven, console
 from fake_runtime import FakeRuntime
-from test_console_tmux import Tmux, fake, needs_tmux
+from test_console_tmux import fake, needs_tmux
 from test_console_tmux import tmux as tmux
 from textual.widgets import Button, Input
 from tiny_models import prompt_of, tiny_config
+from tmux_window import Tmux
 
+from console.archive import Archive
 from console.snapshots_dialogs import NoteArea, PageDialog, RollbackDialog, SaveDialog
 from console.snapshots_rows import graph
 from console.snapshots_screen import SnapshotList, SnapshotsScreen
@@ -226,6 +229,28 @@ async def test_a_secret_in_the_note_keeps_the_dialog_and_the_words_also_when_it_
         await driven.press("s")
         assert driven.app.screen.query_one(NoteArea).text == ""
     assert [entry.note for entry in Store.at(store).list().entries] == ["works"]
+
+
+async def test_enter_pressed_again_while_a_save_begins_saves_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, save = asyncio.Event(), Archive.save
+
+    async def late(archive: Archive, label: str, note: str) -> Entry:
+        await goes_on.wait()
+        return await save(archive, label, note)
+
+    monkeypatch.setattr(Archive, "save", late)
+    async with console() as driven:
+        await driven.press("s", *"once", "enter", "enter")
+        await reads(driven, "a save is running; wait for it")
+        await driven.press("ctrl+s", "escape", "s", *"other", "enter")
+        await reads(driven, "a save is running; wait for it")
+        await driven.press("escape")
+        goes_on.set()
+        await driven.until(lambda: "saved " in driven.app.view.notice, "saved")
+        await listed(driven, "once")
+    assert [entry.label for entry in Store.at(store).list().entries] == ["once"]
 
 
 async def test_the_filter_narrows_and_escape_shows_all(store: Path) -> None:

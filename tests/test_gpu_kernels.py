@@ -81,6 +81,59 @@ def test_products_with_the_norms_around_them() -> None:
     torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("k", [48, 96, 256])
+def test_products_whose_tiles_several_programs_share(k: int) -> None:
+    """One of them may have nothing to do; the tickets are 0 again."""
+    rows, n = 20, 40
+    x, w, residual, gain = randn(rows, k), randn(n, k), randn(rows, n), randn(n)
+    out, scaled = torch.zeros(rows, n, device=DEVICE), torch.zeros(rows, n, device=DEVICE)
+    made, partial = torch.zeros(rows, 4, device=DEVICE), torch.zeros(4 * 2 * 3 * 256, device=DEVICE)
+    tickets = ints([0] * 6)
+    for _ in range(2):
+        gk.linear_kernel[(3, 2, 4)](
+            x, w, out, x, x, residual, x, gain, scaled, made, x, rows, n, k, 0, 0, 1e-5, NORM=False, BIAS=False,
+            RESIDUAL=True, GATHER=False, NEXT=True, TAP=False, TILES=4, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, EVEN=True,
+            partial=partial, tickets=tickets, SPLIT=4, **PLAIN,
+        )  # fmt: skip
+        expected = F.linear(x, w) + residual
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(scaled, expected * gain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(made[:, :3].sum(1), (expected**2).sum(1), rtol=1e-4, atol=1e-4)
+        assert not tickets.any()
+
+
+@pytest.mark.parametrize("k", [48, 64])
+def test_products_of_one_row_in_registers(k: int) -> None:
+    n = 40
+    x, w, residual, gain, gain_next = randn(1, k), randn(n, k), randn(1, n), randn(k), randn(n)
+    squares, made = torch.zeros(1, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE)
+    squares[:, :2] = (x**2).unflatten(1, (2, -1)).sum(-1)
+    out, scaled = torch.zeros(1, n, device=DEVICE), torch.zeros(1, n, device=DEVICE)
+    tile = {"BLOCK_M": 1, "BLOCK_N": 8, "BLOCK_K": 32, "EVEN": k % 32 == 0, **PLAIN}
+    gk.linear_kernel[(5, 1)](
+        x * gain, w, out, squares, x, residual, x, gain_next, scaled, made, x, 1, n, k, 2, 0, 1e-5, NORM=False,
+        BIAS=False, RESIDUAL=True, GATHER=False, NEXT=True, TAP=False, TILES=8, **tile,
+    )  # fmt: skip
+    expected = F.linear(x * gain, w) + residual
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scaled, expected * gain_next, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made[:, :5].sum(1), (expected**2).sum(1), rtol=1e-4, atol=1e-4)
+
+    both, gated = randn(2 * n, k), torch.zeros(1, n, device=DEVICE)
+    gk.gated_kernel[(5, 1)](x * gain, both, gated, squares, 1, n, k, 2, 1e-5, TILES=8, **tile)
+    gate, up = F.linear(F.rms_norm(x, (k,), gain, 1e-5), both).chunk(2, 1)
+    torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+    best, ids = torch.zeros(5, device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    gh.choose_kernel[(5, 1)](
+        x * gain, w, squares, x, x, ids, ids, best, ids, 1, 1, 1, n, k, 2, 1e-5,
+        NOISY=False, GATHER=False, STORED=False, TILES=8, **tile,
+    )  # fmt: skip
+    logits = F.linear(F.rms_norm(x, (k,), gain, 1e-5), w)[0]
+    torch.testing.assert_close(best, logits.unflatten(0, (5, 8)).amax(1), rtol=1e-4, atol=1e-4)
+    assert ids.tolist() == (logits.unflatten(0, (5, 8)).argmax(1) + 8 * torch.arange(5)).tolist()
+
+
 @pytest.mark.parametrize("norm", [False, True])
 def test_rotation_and_slots(norm: bool) -> None:
     """Rows that do not count leave every slot of the allocator alone."""

@@ -28,7 +28,7 @@ from runtime.train_data import (
 )
 from runtime.train_drafter import DrafterTraining, TrainOptions, initial_drafter
 from runtime.train_export import drafter_config, export_drafter, published_config, spread_taps
-from runtime.train_generate import Generated, Job, generate, prefill_groups
+from runtime.train_generate import Generated, Job, generate, generate_slowly, prefill_groups
 from runtime.train_kernels import Kernels
 from runtime.train_target import CompactTarget, TransformersTarget, transformers_model
 
@@ -151,6 +151,26 @@ def test_sampling_has_the_targets_distribution(target: CompactTarget) -> None:
     _, final = target.features(torch.from_numpy(prompt[None].astype(np.int64)), (0,))
     expected = ((final[0, -1] @ target.head.t()) / 0.7).softmax(-1).numpy()
     assert np.abs(seen - expected).sum() < 0.2
+
+
+def test_a_batch_through_transformers_gives_each_job_what_it_gets_alone(state: dict) -> None:
+    """Unequal prompts and limits, one of them ended by a stop token; what is sampled keeps within its limit."""
+    slow = TransformersTarget(TARGET, state, torch.float32, CPU)
+    draw = np.random.default_rng(2)
+    jobs = [Job(draw.integers(3, 96, size=n).astype(np.int32), 0.0, 6 + n, n) for n in (2, 5, 9)]
+    options = {"rows": 3, "deadline": NEVER}
+    alone = [list(generate_slowly(slow, [job], stop_ids=(2,), **options))[0].tokens.tolist() for job in jobs]
+    stop = alone[2][4]
+    expected = [text[: text.index(stop) + 1] if stop in text else text for text in alone]
+    found = list(generate_slowly(slow, jobs, stop_ids=(stop,), **options))
+    assert [each.tokens.tolist() for each in found] == expected and len(expected[2]) <= 5
+    sampled = [Job(job.prompt, 0.8, 3, job.key) for job in jobs]
+    assert {len(each.tokens) for each in generate_slowly(slow, sampled, stop_ids=(2,), **options)} <= {
+        1,
+        2,
+        3,
+    }
+    assert list(generate_slowly(slow, jobs, rows=3, stop_ids=(2,), deadline=0.0)) == []
 
 
 def test_generation_ends_at_the_deadline_with_what_it_has(target: CompactTarget) -> None:
@@ -352,6 +372,7 @@ def test_responses_are_filtered_and_held_out_by_prompt() -> None:
     assert len(data) == 200 and set(data.lengths) == {34}
     by_prompt = data.held_out.reshape(100, 2)
     assert (by_prompt[:, 0] == by_prompt[:, 1]).all() and 0 < data.held_out.sum() < 20
+    assert not build_sequences(prompts, found[:1], 0).held_out.any()  # something is left to train on
 
 
 def chat_tokenizer():
