@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from runtime.models import Checkpoint, CheckpointError, open_checkpoint, shipped
 from runtime.native_layouts import rank_variables, refusal
 from runtime.round import Models
 from runtime.target import TargetModel
-from runtime.tokenizer import ChatTokenizer
+from runtime.tokenizer import ChatTokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from runtime.gpu_graphs import GraphRounds
@@ -115,7 +116,7 @@ def read_pair(config: RuntimeConfig, progress: Progress = lambda _share, _what: 
         if config.engine == "native":
             _check_dimensions(checkpoint)
         folder, drafter, reason = _drafter(config, checkpoint)
-        tokenizer = checkpoint.load_tokenizer()
+        tokenizer = kept_tokenizer(checkpoint.path, checkpoint.load_tokenizer)
         _check_vocabularies(tokenizer, checkpoint, folder, drafter)
     return Pair(
         checkpoint=checkpoint,
@@ -342,7 +343,7 @@ def _check_vocabularies(
         )
     if not (folder / "tokenizer.json").is_file():
         return
-    theirs = ChatTokenizer.from_folder(folder)
+    theirs = kept_tokenizer(folder, partial(ChatTokenizer.from_folder, folder))
     sample = "The quick brown fox: def f(x):\n    return 12345 * x  # é 中文 🙂"
     if (
         theirs.vocab_size != tokenizer.vocab_size

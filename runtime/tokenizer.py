@@ -10,9 +10,9 @@ import codecs
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,27 @@ class ChatTokenizer:
     def to_json(self) -> str:
         """Return the content of a `tokenizer.json` file that rebuilds this tokenizer."""
         return self.tokenizer.to_str(pretty=True)
+
+
+def kept_tokenizer(path: Path, read: Callable[[], ChatTokenizer]) -> ChatTokenizer:
+    """The tokenizer of a GGUF file or a folder at `path`: that of an earlier load while its files are the same.
+
+    The library keeps what a thread has encoded with a tokenizer, some MB of a busy one, for as long as the thread
+    lives, even once the tokenizer is gone; so the engines of one model, one after the other, share one.
+    """
+    parts = [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.jinja")])
+    files = [each for each in parts if each.is_file()]
+    stats = [each.stat() for each in files]
+    place = _place(tuple(map(str, files)), tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
+    if not place:
+        place.append(read())
+    return place[0]
+
+
+@lru_cache(maxsize=4)
+def _place(_files: tuple[str, ...], _stamps: tuple[tuple[int, ...], ...]) -> list[ChatTokenizer]:
+    """Where the tokenizer of these files is kept once it is read."""
+    return []
 
 
 class IncrementalDetokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,17 @@ import pynvml
 GIB = 1024**3
 
 
+CALLS_KEPT = 10_000
+"""Names of calls that are remembered: a server that is soaked with it makes them for hours."""
+
+
 class FakeNvml:
     """Healthy GPUs at work; `broken` replaces functions by name. What is not faked is the binding's own."""
 
     def __init__(self, gpus: int = 2, **broken: Callable[..., Any]) -> None:
         self.gpus = gpus
         self.broken = broken
-        self.calls: list[str] = []
+        self.calls: deque[str] = deque(maxlen=CALLS_KEPT)
         self.clock: Callable[[], float] = time.monotonic
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from fault_day import BAD_FILES, FULL, KILLED, RAISED, STEPS, TRACKED, Day, Step, tracked
+from fault_day import ALL, BAD_FILES, FULL, KILLED, RAISED, STEPS, TRACKED, Day, Step, tracked
 from fault_kinds import FAULTS, Fault
 from fault_nursery import Nursery
 from fault_world import World, until
@@ -129,8 +129,8 @@ def _under(day: Day, step: Step, fault: Fault, delay_s: float, struck: list[str]
         struck.append(fault.name)
     working.join()
     if mend is not None:
-        found += [f"{fault.name}: {each}" for each in mend()]
-    return found + _up_again(day)
+        found += [f"{fault.name}: {each}" for each in _checked(day, mend)]
+    return found + _checked(day, lambda: _up_again(day))
 
 
 def _up_again(day: Day) -> list[str]:
@@ -140,9 +140,10 @@ def _up_again(day: Day) -> list[str]:
         return []
     if day.excused(KILLED) and world.server is not None:
         world.server.wait(10.0)
-    if not world.ended and not world.serves and day.excused(RAISED, BAD_FILES, FULL):
-        said = world.get("/ready")[1]["error"]["message"]
-        if "failed" in said:
+    if day.excused(RAISED, BAD_FILES, FULL):
+        heard: list[tuple[int, Any]] = []  # nothing, where it is about to end: it closes its address first
+        until(lambda: world.ended or heard.append(world.get("/ready")) or heard, "it answers or has ended")
+        if heard and heard[-1][0] != 200 and "failed" in heard[-1][1]["error"]["message"]:
             world.end_server()
     if not world.ended:
         return []
@@ -236,7 +237,7 @@ def _store(day: Day) -> list[str]:
         return [f"the store is gone with {len(day.kept)} snapshots"] if day.kept else []
     store = Store.at(folder)
     problems = []
-    listed = {entry.id for entry in store.list(limit=1000).entries}
+    listed = {entry.id for entry in store.list(limit=ALL).entries}
     for name, settings in day.kept.items():
         if name not in listed:
             problems.append(f"snapshot {name} is gone")

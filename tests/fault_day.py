@@ -49,6 +49,8 @@ KILLED, RAISED, FULL, BAD_FILES = (
     "the disk is full",
     "files were bad",
 )
+ALL = 10_000
+"""More snapshots than any day or soak makes, the automatic ones of its rebuilds included."""
 LOST_SCREEN, LOST_RANK = "the console lost its terminal or its life", "a rank was lost"
 TRACKED = ("mode", "tree_budget", "temperature", "block_size", "max_tree_budget", "layout", "max_seq_len")
 """Settings whose values are followed through the day."""
@@ -160,7 +162,7 @@ def tracked(snapshot: Snapshot) -> dict[str, Any]:
 
 def browse(day: Day) -> list[str]:
     """The list and one of it."""
-    status, said = day.world.run("snapshot", "list", "--json", "--limit", "1000")
+    status, said = day.world.run("snapshot", "list", "--json", "--limit", str(ALL))
     if status != 0:
         return _failed(day, "snapshot list", status, said, FULL, BAD_FILES)
     listed = {each["id"] for each in json.loads(said.splitlines()[-1])["snapshots"]}

@@ -245,8 +245,13 @@ def kill_rank(day: Day) -> Mend | None:
 
     def mend() -> list[str]:
         time.sleep(0.5)  # so that it is noticed
-        until(lambda: day.world.status()["state"] in ("ready", "degraded"), "another engine is up")
-        day.begins()
+        world = day.world
+        until(
+            lambda: world.ended or world.status()["state"] in ("ready", "degraded"),
+            "another engine is up",
+        )
+        if not world.ended:
+            day.begins()
         return []
 
     return mend

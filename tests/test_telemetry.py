@@ -359,7 +359,7 @@ def test_a_driver_that_hangs_at_start_holds_up_no_sample(monkeypatch: pytest.Mon
     until(lambda: "does not answer since" in (host.sample().gpu_note or ""), "said")
     for _ in range(5):
         assert host.sample().gpus == ()
-    assert nvml.calls == ["nvmlInit"]
+    assert list(nvml.calls) == ["nvmlInit"]
     let_go.set()
     until(lambda: len(host.sample().gpus) == 2, "comes back")
     assert host.sample().gpu_note is None

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.gguf import CheckpointError, UnsupportedCheckpoint, read_gguf
 from runtime.model_fetch import cached_default
-from runtime.tokenizer import ChatTokenizer, IncrementalDetokenizer
+from runtime.tokenizer import ChatTokenizer, IncrementalDetokenizer, kept_tokenizer
 
 TEXTS = [
     "Hello 12345 and 3.14159",
@@ -233,6 +233,21 @@ def test_folder_template_file_wins_over_the_one_in_the_config(
     assert ChatTokenizer.from_folder(tmp_path).render_chat(message) == "b"
     (tmp_path / "chat_template.jinja").write_text("a")
     assert ChatTokenizer.from_folder(tmp_path).render_chat(message) == "a"
+
+
+def test_engines_share_a_tokenizer_until_its_files_change(
+    sentencepiece: ChatTokenizer, tmp_path: Path
+) -> None:
+    """Each one that has encoded stays in the memory of the thread; a rebuild would leave another one there."""
+
+    def load() -> ChatTokenizer:
+        return kept_tokenizer(tmp_path, lambda: ChatTokenizer.from_folder(tmp_path))
+
+    (tmp_path / "tokenizer.json").write_text(sentencepiece.to_json())
+    first = load()
+    assert load() is first and first.chat_template is None
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert load().chat_template == "{{ messages[0].content }}"
 
 
 def test_tokens_that_only_the_config_adds_are_added(sentencepiece: ChatTokenizer, tmp_path: Path) -> None:
