@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from textual.message import Message
 
 from console import messages
+from console.gather import Batch, gathered
 from console.orders import Orders
 from console.tree_feed import TreeFeed, Wanted
 from console.words import ANSWER_S, describe_error, done_text, refused, status_problem
@@ -43,44 +44,12 @@ Step = Callable[[Mapping[str, Any]], "dict[str, Any] | str"]
 STATUS_S = 1.0
 LOADING_STATUS_S = 0.25
 RETRY_S = 2.0
-TOKENS_S = 0.1
+TOKENS_S = 0.2
 ROUNDS_S = 0.5
 HOST_S = 0.5
 LOG_S = 0.2
 TREES_S = 0.25
-
-Item = TypeVar("Item")
-
-
-class Batch(Generic[Item]):
-    """Joins items into one call of `emit` at most every `period_s`; nothing is dropped, order is kept."""
-
-    def __init__(self, period_s: float, emit: Callable[[tuple[Item, ...]], object]) -> None:
-        self._period_s = period_s
-        self._emit = emit
-        self._items: list[Item] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._next_s = 0.0
-        """When the next call may be (the loop's time)."""
-
-    def add(self, item: Item) -> None:
-        self._items.append(item)
-        if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(self._next_s, loop.time()), self._pass_on)
-
-    def _pass_on(self) -> None:
-        self._next_s = asyncio.get_running_loop().time() + self._period_s
-        self.flush()
-
-    def flush(self) -> None:
-        """Emits what waits, at once."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        items, self._items = tuple(self._items), []
-        if items:
-            self._emit(items)
+WATCH_S = 0.2
 
 
 class Bridge:
@@ -194,7 +163,7 @@ class Bridge:
     async def _watch(self, runtime: Runtime) -> None:
         while True:
             try:
-                async for event in runtime.watch():
+                async for event in gathered(runtime.watch(), WATCH_S):
                     self._sort(event)
             except RuntimeFault:
                 pass

@@ -51,6 +51,8 @@ class CompareColumn(Vertical):
             self._scroll.call_after_refresh(self._scroll.scroll_end, animate=False)
 
     def show(self) -> None:
+        if self.turn.ended:
+            self.text.end()
         self._figures.put(figures_text(self.turn))
         self._foot.put(foot_text(self.turn, "waits"))
 

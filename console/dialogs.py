@@ -193,6 +193,9 @@ class HelpScreen(ScrollDialog[None]):
         Binding("escape,q,question_mark,ctrl+c", "dismiss", "Close", tooltip="Close the help."),
         Binding("j", "scroll(1)", "down", show=False),
         Binding("k", "scroll(-1)", "up", show=False),
+        Binding("g", "scroll(-100000)", "top", show=False),
+        Binding("G", "scroll(100000)", "end", show=False),
+        Binding("space", "scroll(15)", "page down", show=False),
     ]
 
     def __init__(self, groups: tuple[HelpGroup, ...]) -> None:
@@ -209,7 +212,7 @@ class HelpScreen(ScrollDialog[None]):
                     table.add_row(Text(keys, style="bold"), Text(meaning))
                 yield Static(Text(title, style="bold underline"))
                 yield Static(table, classes="help_rows")
-            yield Static("Esc closes this", classes="hint", markup=False)
+            yield Static("j/k, space, g/G scroll · Esc closes this", classes="hint", markup=False)
 
 
 def help_rows(bindings: Iterable[tuple[Binding, str]]) -> tuple[tuple[str, str], ...]:

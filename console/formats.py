@@ -51,6 +51,11 @@ def clean_text(text: str) -> str:
     return _PILED_UP.sub(r"\1", text.replace("\r\n", "\n").translate(_CONTROLS))
 
 
+def pasted_text(text: str) -> str:
+    """`clean_text` of a paste, in which terminals send their lines with the Enter key's code between them."""
+    return clean_text(text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
 def clean_line(text: str, limit: int = MAX_LINE) -> str:
     """`clean_text` on one line of at most `limit` characters; a cut is marked."""
     if len(text) <= limit and text.isascii() and text.isprintable():

@@ -194,7 +194,7 @@ class NoticeBar(Horizontal):
         self.query_one("#tabs", Panel).put(tabs)
         # A notice that two lines beside the tabs would cut has the whole bar for its few seconds.
         beside = self.size.width - len(tabs) - len(view.where) - 8
-        self.query_one("#tabs", Panel).display = len(view.notice) < 2 * beside - 10
+        self.query_one("#tabs", Panel).display = not view.notice or len(view.notice) < 2 * beside - 10
         text, style = view.notice, "bad" if view.notice_bad else "bold"
         if not text:
             style = ""

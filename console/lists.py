@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable
@@ -26,6 +27,7 @@ class List(DataTable[Text]):
     def __init__(self, *, id: str, columns: Sequence[str]) -> None:
         super().__init__(id=id, cursor_type="row", zebra_stripes=False, cell_padding=1)
         self._titles = tuple(columns)
+        self._widths = _widths(self._titles, [])
         self._shown: list[Row] = []
 
     def on_mount(self) -> None:
@@ -34,7 +36,9 @@ class List(DataTable[Text]):
     def _head(self) -> None:
         """Adds the columns; rows may be shown before this list hears that it is mounted."""
         if not self.columns:
-            self.add_columns(*(Text(title, style="bold") for title in self._titles))
+            for title, width in zip(self._titles, self._widths, strict=True):
+                # Textual measures columns some time after it may have drawn, and kept, rows without a width.
+                self.add_column(Text(title, style="bold"), width=width)
 
     @property
     def chosen(self) -> str | None:
@@ -47,8 +51,11 @@ class List(DataTable[Text]):
         """Shows `rows` under `columns`; the cursor stays on its row, or where it was if that is gone."""
         chosen, before, shown = self.chosen, self.cursor_row, self._shown
         self._shown = rows
-        if columns is not None and columns != self._titles:
-            self._titles = columns
+        titles = self._titles if columns is None else columns
+        least = self._widths if titles == self._titles else ()
+        widths = _widths(titles, rows, least)
+        if (titles, widths) != (self._titles, self._widths):
+            self._titles, self._widths = titles, widths
             self.clear(columns=True)
         elif [key for key, _ in rows] == [key for key, _ in shown]:
             self._update(shown)
@@ -66,10 +73,17 @@ class List(DataTable[Text]):
         for (key, cells), (_, old) in zip(self._shown, before, strict=True):
             for column, cell, was in zip(columns, cells, old, strict=True):
                 if cell != was or cell.spans != was.spans:
-                    self.update_cell(key, column, cell, update_width=True)
+                    self.update_cell(key, column, cell)
 
     def action_scroll_top(self) -> None:
         self.move_cursor(row=0)
 
     def action_scroll_bottom(self) -> None:
         self.move_cursor(row=len(self._shown) - 1)
+
+
+def _widths(titles: Sequence[str], rows: Sequence[Row], least: Sequence[int] = ()) -> tuple[int, ...]:
+    """Cells of each column's widest entry; columns do not become narrower than `least`."""
+    columns = [[title, *(cells[at].plain for _, cells in rows)] for at, title in enumerate(titles)]
+    needed = [max(map(cell_len, column)) for column in columns]
+    return tuple(max(pair) for pair in zip(needed, least or needed, strict=True))

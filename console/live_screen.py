@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -32,6 +33,8 @@ from runtime.interface import LogLine
 
 EVENT_LINES, EVENT_LINES_BROAD = 6, 20
 FEW_GPUS = 2
+CALM_S = 1.5
+"""Least time between two drawings of `STEADY`, which makes it every other look."""
 
 
 class LiveScreen(ConsoleScreen):
@@ -66,6 +69,7 @@ class LiveScreen(ConsoleScreen):
         self._view = View()
         self._undrawn: set[str] = set()
         """Parts that do not show `_view` yet."""
+        self._all_drawn_s = -CALM_S
 
     def body(self) -> list[Widget]:
         left = Vertical(
@@ -122,11 +126,17 @@ class LiveScreen(ConsoleScreen):
 
     def on_resize(self, event: events.Resize) -> None:
         super().on_resize(event)
+        self._all_drawn_s = -CALM_S
         self.call_after_refresh(lambda: self.show(self._view))
 
     def show(self, view: View) -> None:
+        happened = _circumstances(view) != _circumstances(self._view)
         self._view = view
-        self._undrawn = set(PARTS)
+        if happened or time.monotonic() - self._all_drawn_s >= CALM_S:
+            self._all_drawn_s = time.monotonic()
+            self._undrawn = set(PARTS)
+        else:
+            self._undrawn |= AT_ONCE
         self._draw_in_sight()
 
     def _draw_in_sight(self) -> None:
@@ -189,6 +199,13 @@ class LiveScreen(ConsoleScreen):
         self.query_one("#busy_chart", TimeChart).show(view.busy.series, title=view.busy.words)
 
 
+def _circumstances(view: View) -> tuple[object, ...]:
+    """What changes by an event, whose effect is to be seen on every part at once."""
+    status = view.status
+    state = None if status is None else (status.state, status.revision, status.baselines)
+    return view.figures.setting, view.problem, state, view.host is None, len(view.requests)
+
+
 PARTS: Mapping[str, Callable[[LiveScreen, View], None]] = {
     "speed": LiveScreen._show_speed,
     "host": LiveScreen._show_host,
@@ -203,6 +220,8 @@ PARTS: Mapping[str, Callable[[LiveScreen, View], None]] = {
     "requests": LiveScreen._show_requests,
 }
 """What draws each part of the screen, by the part's id."""
+AT_ONCE = frozenset(("speed", "events", "latency"))
+"""Parts that are drawn at every look: what is watched while a setting is flipped, and what seldom changes."""
 
 
 def events_text(lines: tuple[LogLine, ...]) -> Text:

@@ -60,6 +60,8 @@ class Panel(Static):
         self._content: Content | None = None
         """`_drawn` as Textual takes it, once it is asked for."""
         self._rows: tuple[Row, ...] = ()
+        self._widest = 0
+        """Cells of the widest of `_rows`."""
         self._strips: dict[int, Strip] = {}
         """Rows of `_rows` as they were drawn, with the styles of pieces by place, all for `_drawn_as`."""
         self._styles: dict[tuple[object, ...], Style] = {}
@@ -71,6 +73,7 @@ class Panel(Static):
             return
         rows, before, by_row = rows_of(text), self._rows, self._by_row
         self._drawn, self._content, self._rows = text, None, rows
+        self._widest = max(cell_len(row.plain) for row in rows)
         differing = [
             number for number, row in enumerate(rows) if number >= len(before) or row != before[number]
         ]
@@ -101,10 +104,7 @@ class Panel(Static):
     @property
     def _by_row(self) -> bool:
         """Whether each line of the text stands on a row of its own."""
-        if self.styles.text_wrap == "nowrap":
-            return True
-        width = self.content_size.width
-        return all(cell_len(row.plain) <= width for row in self._rows)
+        return self.styles.text_wrap == "nowrap" or self._widest <= self.content_size.width
 
     def _fits(self) -> bool:
         """Whether the text takes as many rows as there are."""
@@ -113,8 +113,14 @@ class Panel(Static):
             return False
         plain = self._drawn.plain
         if self._by_row and plain and not plain.endswith("\n"):
-            return len(self._rows) == self.content_size.height
-        return self.render().get_height(self.styles, self.content_size.width) == self.content_size.height
+            rows = len(self._rows)
+        else:
+            rows = self.render().get_height(self.styles, self.content_size.width)
+        return self.room(rows) == self.content_size.height
+
+    def room(self, rows: int) -> int:
+        """How many rows a text of `rows` is given."""
+        return rows
 
     def notify_style_update(self) -> None:
         self._content = None  # the colours of named styles are in it, and in what was drawn
@@ -128,7 +134,12 @@ class Panel(Static):
 
     def render_line(self, y: int) -> Strip:
         width = self.content_size.width
-        if self.text_selection is not None or y >= len(self._rows) or cell_len(self._rows[y].plain) > width:
+        if (
+            self.text_selection is not None
+            or y >= len(self._rows)
+            or not self._by_row
+            or cell_len(self._rows[y].plain) > width
+        ):
             return super().render_line(y)
         if self._drawn_as != self.visual_style:
             self._drawn_as = self.visual_style

@@ -10,7 +10,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from console.conversation import History
-from console.formats import clean_text
+from console.formats import pasted_text
 
 
 class PromptInput(TextArea):
@@ -38,7 +38,7 @@ class PromptInput(TextArea):
             event.prevent_default()  # The text area would insert a line break and end the key's way.
 
     async def _on_paste(self, event: events.Paste) -> None:
-        event.text = clean_text(event.text)
+        event.text = pasted_text(event.text)
 
     def action_send(self) -> None:
         self.post_message(self.Sent(self.text))

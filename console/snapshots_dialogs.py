@@ -15,7 +15,7 @@ from textual.widgets import Button, Input, Static, TextArea
 
 from console.archive import Archive, explain
 from console.dialogs import ScrollDialog
-from console.formats import clean_text
+from console.formats import pasted_text
 from console.frame import styled
 from console.messages import Told
 
@@ -37,7 +37,7 @@ class NoteArea(TextArea):
         )
 
     async def _on_paste(self, event: events.Paste) -> None:
-        event.text = clean_text(event.text)
+        event.text = pasted_text(event.text)
 
 
 Unsaved = tuple[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
@@ -9,6 +10,7 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.geometry import Size
 from textual.widgets import Static
 
 from console.conversation import Turn
@@ -19,6 +21,10 @@ from runtime.interface import TokenPiece
 BLOCK_CHARS = 300
 """A longer block of an answer ends at its next line break, so that only a short one is wrapped again."""
 MAX_BLOCK_CHARS = 20_000
+GROWTH_ROWS = 4
+"""By which an answer grows on the screen: each time everything is laid out and drawn again, beside the engine."""
+FIGURES_S = 1.0
+"""Between two drawings of an answer's figures, which stand far from the place where its text grows."""
 MAX_TURNS = 100
 """Older turns leave the screen; the conversation keeps them."""
 Marks = Literal["underlined", "quoted", "hidden"]
@@ -45,6 +51,26 @@ def spans(pieces: tuple[TokenPiece, ...]) -> list[tuple[str, bool]]:
     return joined
 
 
+class AnswerBlock(Panel):
+    """A stretch of an answer. While it is written it has room for rows to come, by GROWTH_ROWS at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(classes="answer_block")
+        self._is_open = True
+
+    def close(self) -> None:
+        """Gives back the room that it does not need."""
+        if self._is_open:
+            self._is_open = False
+            self.refresh(layout=True)
+
+    def room(self, rows: int) -> int:
+        return -(-rows // GROWTH_ROWS) * GROWTH_ROWS if self._is_open else rows
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return self.room(super().get_content_height(container, viewport, width))
+
+
 class AnswerText(Vertical):
     """Streamed text in blocks; only the last block changes."""
 
@@ -52,7 +78,7 @@ class AnswerText(Vertical):
         super().__init__(classes="answer_text")
         self._marks = marks
         self._blocks: list[list[Span]] = [[]]
-        self._panels = [Panel(classes="answer_block")]
+        self._panels = [AnswerBlock()]
         """One a block, also before they are on the screen."""
         self._on_screen = False
 
@@ -81,10 +107,15 @@ class AnswerText(Vertical):
 
     def _close_block(self) -> None:
         self._draw(len(self._blocks) - 1)
+        self._panels[-1].close()
         self._blocks.append([])
-        self._panels.append(Panel(classes="answer_block"))
+        self._panels.append(AnswerBlock())
         if self._on_screen:
             self.mount(self._panels[-1])
+
+    def end(self) -> None:
+        """The answer is complete."""
+        self._panels[-1].close()
 
     def mark(self, marks: Marks) -> None:
         """Draws everything again with other marks of bonus tokens."""
@@ -119,6 +150,7 @@ class TurnView(Vertical):
         self.turn = turn
         self._text = AnswerText(marks)
         self._figures = Panel(classes="answer_figures line")
+        self._figures_drawn_s = float("-inf")
         self._foot = Panel(classes="answer_foot")
 
     def compose(self) -> ComposeResult:
@@ -134,7 +166,12 @@ class TurnView(Vertical):
 
     def show(self, waiting: str) -> None:
         """Draws the figures; `waiting` says why there is no token yet."""
-        self._figures.put(figures_text(self.turn))
+        now_s = time.monotonic()
+        if self.turn.ended:
+            self._text.end()
+        if self.turn.ended or now_s - self._figures_drawn_s >= FIGURES_S:
+            self._figures_drawn_s = now_s
+            self._figures.put(figures_text(self.turn))
         foot = foot_text(self.turn, waiting)
         self._foot.display = bool(foot)
         self._foot.put(foot)

@@ -45,6 +45,8 @@ def install(
         command = [str(python), "-m", "pip", "install", f"sglang=={SGLANG_VERSION}"]
         command += ["--constraint", str(constraints)] if constraints else []
         _run(command, f"installing SGLang {SGLANG_VERSION}")
+    else:
+        python = _python_at(str(python))
     pth = _link_plugin(python, folder.parent)
     found = _look(python)
     if json:
@@ -59,15 +61,8 @@ def install(
 def check(python: Python = None, json: Json = False) -> None:
     """Say which SGLang there is and whether the plugin registers with it."""
     from runtime.config import resolve
-    from runtime.interface import ConfigRejected
-    from runtime.sglang_host import find_python
 
-    wanted = str(python) if python else resolve({}).config.sglang_python
-    try:
-        found = find_python(wanted)
-    except ConfigRejected as refused:
-        tell(str(refused))
-        raise typer.Exit(3) from None
+    found = _python_at(str(python) if python else resolve({}).config.sglang_python)
     answer = _look(found)
     if json:
         emit_json({"engine": "sglang", "python": str(found), **answer})
@@ -120,6 +115,18 @@ def _run(command: list[str], what: str) -> None:
         raise typer.Exit(1)
 
 
+def _python_at(wanted: str) -> Path:
+    """SGLang's Python, or exit 3 with what to do."""
+    from runtime.interface import ConfigRejected
+    from runtime.sglang_host import find_python
+
+    try:
+        return find_python(wanted)
+    except ConfigRejected as refused:
+        tell(str(refused))
+        raise typer.Exit(3) from None
+
+
 def _link_plugin(python: Path, parent: Path) -> Path:
     """Makes SGLang started by hand in this environment find the plugin too."""
     from runtime.sglang_host import plugin_folder
@@ -144,7 +151,7 @@ def _look(python: Path) -> dict[str, str]:
         "print('registered' if get_spec('DDTREE_CONSOLE') else 'not registered')\n"
     )
     done = subprocess.run([str(python), "-c", asked], capture_output=True, text=True)
-    lines = done.stdout.split()
+    lines = done.stdout.splitlines()
     if not lines:
         tell(f"{python} has no SGLang: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
         raise typer.Exit(1)

@@ -66,7 +66,7 @@ def choose_kernel(
     """
     tile = tl.program_id(0)
     m, n, live, columns, source, scores = gathered(
-        x, w, gather, M, vocab, K, GATHER, 1, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
+        x, w, gather, M, vocab, K, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
     )
     scores *= row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
     if NOISY:
@@ -217,11 +217,11 @@ def draft_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < vocab
-    prefetch(w, n, vocab, 0, K, K, PDL)
+    prefetch(w, n, vocab, K, PDL)
     begin(PDL)
     b, depth = m // horizon, m % horizon
     source = b * (horizon + 1) + 1 + depth
-    total = product(x, w, source, live, n, columns, 0, K, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+    total = product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     total *= row_scale(squares, source, live, parts, K, eps, TILES)[:, None]
     if NOISY:
         total = _noisy(total, temperature, noise, m, b, depth, live, n, columns, horizon + 1, vocab, SHARED)

@@ -34,14 +34,11 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(w, n, N, low, high, K, PDL: tl.constexpr):
-    """Asks for the columns from `low` on, some of them, of weight rows `n` while the kernel before still runs.
-
-    Nothing writes weights.
-    """
+def prefetch(w, n, N, K, PDL: tl.constexpr):
+    """Asks for the first columns of weight rows `n` while the kernel before still runs: nothing writes weights."""
     if PDL:
         lines = 64 * tl.arange(0, 16)
-        for start in range(low, tl.minimum(high, low + 2048), 1024):
+        for start in range(0, min(K, 2048), 1024):
             spot = w + tl.minimum(n, N - 1)[:, None] * K + tl.minimum(start + lines, K - 1)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [spot.to(tl.uint64, bitcast=True)],
@@ -51,12 +48,12 @@ def prefetch(w, n, N, low, high, K, PDL: tl.constexpr):
 
 @triton.jit
 def product(
-    x, w, source, live, n, columns, low, high, K,
+    x, w, source, live, n, columns, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `x @ w.T` over the columns from `low` to `high`, float32."""
+    """One tile of `x @ w.T`, float32."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(low, high, BLOCK_K):
+    for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (k < K) | EVEN
         a = tl.load(x + source[:, None] * K + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
@@ -97,23 +94,18 @@ def row_weights(w, n, columns, start, K, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def gathered(
-    x, w, rows, M, N, K, GATHER: tl.constexpr, SPLIT: tl.constexpr,
+    x, w, rows, M, N, K, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """This program's tile of `x @ w.T`, or with `GATHER` of `x[rows] @ w.T`: rows and columns of the tile, which of
-    them there are, rows of x, product. Of `SPLIT` programs along the third axis each has its part of the columns."""
+    them there are, rows of x, product."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, columns = m < M, n < N
-    low, high = 0, K
-    if SPLIT > 1:
-        chunk = tl.cdiv(K, SPLIT * BLOCK_K) * BLOCK_K
-        low = tl.program_id(2) * chunk
-        high = tl.minimum(low + chunk, K)
     if BLOCK_M == 1:
         first = row_weights(w, n, columns, 0, K, BLOCK_K)
     else:
-        prefetch(w, n, N, low, high, K, PDL)
+        prefetch(w, n, N, K, PDL)
     begin(PDL)
     source = m
     if GATHER:
@@ -121,31 +113,8 @@ def gathered(
     if BLOCK_M == 1:
         total = row_product(first, x, w, tl.sum(source, 0), n, columns, K, BLOCK_N, BLOCK_K, EVEN)
     else:
-        total = product(x, w, source, live, n, columns, low, high, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+        total = product(x, w, source, live, n, columns, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     return m, n, live, columns, source, total
-
-
-@triton.jit
-def joined(total, partial, tickets, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether this program is the last of the `SPLIT` that have a part of one tile; then also the sum of the parts.
-
-    They are added in their order, whoever came last. `partial [SPLIT, tiles, BLOCK_M, BLOCK_N]`; `tickets [tiles]` are
-    0 before and after.
-    """
-    tiles = tl.num_programs(0) * tl.num_programs(1)
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    spot = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(partial + (tl.program_id(2) * tiles + tile) * (BLOCK_M * BLOCK_N) + spot, total)
-    tl.debug_barrier()  # the ticket tells of what every thread has stored
-    last = tl.atomic_add(tickets + tile, 1) == SPLIT - 1
-    if last:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for part in tl.static_range(SPLIT):
-            total += tl.load(
-                partial + (part * tiles + tile) * (BLOCK_M * BLOCK_N) + spot, cache_modifier=".cg"
-            )
-        tl.store(tickets + tile, 0)
-    return last, total
 
 
 @triton.jit
@@ -160,13 +129,22 @@ def row_scale(squares, rows, live, tiles, K, eps, TILES: tl.constexpr):
     return tl.rsqrt(total / K + eps)
 
 
-@triton.jit
-def finish(
-    total, m, n, live, columns, out, squares, bias, residual, gain, scaled, squares_out, tap, N, K, tiles, tap_stride,
-    eps, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr, TAP: tl.constexpr,
-    TILES: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "tiles"])
+def linear_kernel(
+    x, w, out, squares, bias, residual, rows, gain, scaled, squares_out, tap, M, N, K, tiles, tap_stride, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, NEXT: tl.constexpr,
+    TAP: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `linear_kernel` does with a tile of its product."""
+    """`out [M, N] = x @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
+
+    RMS norm is split between the products around it: `NEXT` also writes `scaled = out * gain`, the gain of the norm
+    that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
+    `TAP` also writes the result to `tap [M, tap_stride]`.
+    """
+    m, n, live, columns, _source, total = gathered(
+        x, w, rows, M, N, K, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
+    )
     here = live[:, None] & columns[None, :]
     spot = m[:, None] * N + n[None, :]
     if NORM:
@@ -184,33 +162,6 @@ def finish(
         factor = tl.load(gain + n, mask=columns, other=0.0).to(tl.float32)
         tl.store(scaled + spot, (wide * factor[None, :]).to(out.dtype.element_ty), mask=here)
         tl.store(squares_out + m * TILES + tl.program_id(0), tl.sum(wide * wide, 1), mask=live)
-
-
-@triton.jit(do_not_specialize=["M", "tiles"])
-def linear_kernel(
-    x, w, out, squares, bias, residual, rows, gain, scaled, squares_out, tap, M, N, K, tiles, tap_stride, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATHER: tl.constexpr, NEXT: tl.constexpr,
-    TAP: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    partial=None, tickets=None, SPLIT: tl.constexpr = 1,
-):  # fmt: skip
-    """`out [M, N] = x @ w.T + bias + residual`, each part optional; `GATHER` takes rows `rows [M]` of x.
-
-    RMS norm is split between the products around it: `NEXT` also writes `scaled = out * gain`, the gain of the norm
-    that follows, and each tile's sums of squares; `NORM` reads such an `x` and divides by the root of their mean.
-    `TAP` also writes the result to `tap [M, tap_stride]`. `SPLIT` programs share a tile, see `joined`.
-    """
-    m, n, live, columns, _source, total = gathered(
-        x, w, rows, M, N, K, GATHER, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PDL
-    )
-    last = True
-    if SPLIT > 1:
-        last, total = joined(total, partial, tickets, SPLIT, BLOCK_M, BLOCK_N)
-    if last:
-        finish(
-            total, m, n, live, columns, out, squares, bias, residual, gain, scaled, squares_out, tap, N, K, tiles,
-            tap_stride, eps, NORM, BIAS, RESIDUAL, NEXT, TAP, TILES,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tap_stride"])
@@ -291,8 +242,8 @@ def gated_kernel(
         begin(PDL)
         gate, up = both_row_products(first, x, w, tl.program_id(1), n, columns, N, K, BLOCK_N, BLOCK_K, EVEN)
     else:
-        prefetch(w, n, N, 0, K, K, PDL)
-        prefetch(w, N + n, 2 * N, 0, K, K, PDL)
+        prefetch(w, n, N, K, PDL)
+        prefetch(w, N + n, 2 * N, K, PDL)
         begin(PDL)
         gate, up = both_products(x, w, m, live, n, columns, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
     scale = row_scale(squares, m, live, tiles, K, eps, TILES)[:, None]

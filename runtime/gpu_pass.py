@@ -25,7 +25,7 @@ from runtime.gpu_kernels import (
     rotate_store_kernel,
     tree_attention_kernel,
 )
-from runtime.gpu_tiles import MOST_SPLITS, SHARED_ROWS, blocks_of, head_block, pow2, splits_of
+from runtime.gpu_tiles import blocks_of, head_block, pow2
 from runtime.kv_cache import Pool
 from runtime.linear import Linear, PlainLinear, ReducedLinear
 from runtime.round import Models
@@ -175,10 +175,6 @@ class DevicePass:
         self.features = make(rows if self.drafter else 0, len(decoder.taps) * hidden)
         width = 0 if self._drafter is None else int(weight_of(self._drafter.context_linear).shape[0])
         self._context = make(rows, width)
-        widest = pow2(max(128, hidden, width, *(each.qkv_width for each in stacks)))  # whole tiles
-        self._parted = self.floats(MOST_SPLITS * SHARED_ROWS * widest)
-        self._tickets = torch.zeros(widest, dtype=torch.int32, device=self.device)
-        """Parts of tiles that several programs share, and how many of a tile are there; 0 between kernels."""
 
     def floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -335,15 +331,14 @@ class DevicePass:
             return
         weight, bias = linear.weight, linear.bias
         n, k = weight.shape
-        blocks, splits = blocks_of(rows, weight), splits_of(rows, weight)
+        blocks = blocks_of(rows, weight)
         self.call(
-            linear_kernel, (*_grid(rows, n, blocks), splits),
+            linear_kernel, _grid(rows, n, blocks),
             x, weight, out, self.squares, x if bias is None else bias, out,
             x if gather is None else gather, x if gain is None else gain, self.scaled, self.squares,
             x if tap is None else tap, rows, n, k, self.parts, 0 if tap is None else tap.stride(0), norm_eps or 0.0,
             NORM=norm_eps is not None, BIAS=bias is not None, RESIDUAL=add, GATHER=gather is not None,
-            NEXT=gain is not None, TAP=tap is not None, TILES=self.tiles,
-            partial=self._parted, tickets=self._tickets, SPLIT=splits, **blocks,
+            NEXT=gain is not None, TAP=tap is not None, TILES=self.tiles, **blocks,
         )  # fmt: skip
         if gain is not None:
             self.parts = -(-n // blocks["BLOCK_N"])

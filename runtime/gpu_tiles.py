@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor
-
-SHARED_ROWS, MOST_SPLITS = 64, 8
-"""Most rows of a product whose tiles are shared, and most programs that share one."""
 
 
 def pow2(count: int) -> int:
@@ -45,8 +40,8 @@ def blocks_of(rows: int, weight: Tensor, kind: str = "") -> dict[str, int]:
 def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, int]:
     """Rows, columns, depth, stages and warps of a tile."""
     few, large, gate = rows <= 16, n * k >= 8_000_000, kind == "gate"
-    if rows == 1 and large and kind != "head" and os.environ.get("DDTREE_ROW_TILES"):
-        return 1, 8, 1024, 1, 4
+    if rows == 1 and large and kind != "head":
+        return 1, 8, 2048, 1, 8
     if kind == "head":
         block_m = 16 if few else 32 if rows <= 32 else 128 if rows >= 256 else 64
         return block_m, head_block(k), 64 if k <= 1024 or rows > 32 else 128, 5, 8 if block_m == 128 else 4
@@ -57,8 +52,6 @@ def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, in
             return 128, 128 if n > 4096 else 64, 64, 4, 8
         if rows > 64:
             return (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 256, 4, 4)
-        if not gate and os.environ.get("DDTREE_SPLIT_TILES"):
-            return 64, 128, 64, 4, 4
         return (64, 128, 64, 4, 4) if gate else (64, 64, 128, 4, 4) if n > 4096 else (64, 32, 128, 6, 4)
     if rows > 64:
         return (64, 64, 64, 4, 4) if gate else (64, 32, 64, 5, 4)
@@ -67,19 +60,3 @@ def _tiles(rows: int, n: int, k: int, kind: str) -> tuple[int, int, int, int, in
     if few:
         return (16, 32, 64, 9, 4) if gate else (16, 16, 64, 9, 2)
     return (64, 32, 64, 6, 4) if n <= k else (64, 16, 64, 9, 4)
-
-
-def splits_of(rows: int, weight: Tensor) -> int:
-    """Programs that share a tile of a product `[rows, n]`, each with its part of the depth `k`.
-
-    Tiles of 64 rows read that much of x as often as there are tiles side by side, which for narrow tiles is more than
-    the weights: a few broad ones, shared, read less.
-    """
-    n, k = weight.shape
-    return _splits(rows, n, k)
-
-
-def _splits(rows: int, n: int, k: int) -> int:
-    if 16 < rows <= SHARED_ROWS and n * k >= 8_000_000 and os.environ.get("DDTREE_SPLIT_TILES"):
-        return 4 if n <= 4096 else 2
-    return 1

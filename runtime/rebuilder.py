@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ SERVING = frozenset({EngineState.READY, EngineState.DEGRADED})
 """States in which requests are taken."""
 
 
-class Rebuilder:
+class Rebuilder(ABC):
     """What a rebuild needs of the engine's thread, and how it goes."""
 
     _config: RuntimeConfig
@@ -73,23 +74,29 @@ class Rebuilder:
     _load_error: RuntimeFault
     _closing: threading.Event
 
+    @abstractmethod
     def _use(self, built: Built, config: RuntimeConfig) -> None:
-        raise TypeError("the engine's thread holds the engine")
+        """Serves with the engine that was built."""
 
+    @abstractmethod
     def _step(self, engine: Engine) -> None:
-        raise TypeError("the engine's thread decodes")
+        """One step of the engine, with what is told of it."""
 
+    @abstractmethod
     def _obey(self, block: bool, seconds: float | None = None) -> None:
-        raise TypeError("the engine's thread has the commands")
+        """Does what commands ask."""
 
+    @abstractmethod
     def _set_state(self, state: EngineState, reason: str) -> None:
-        raise TypeError("the engine's thread tells its state")
+        """Tells a state to all who listen."""
 
+    @abstractmethod
     def _serving(self) -> None:
-        raise TypeError("the engine's thread tells its state")
+        """Tells that requests are served, or served with something missing."""
 
+    @abstractmethod
     def _fail(self, error: RuntimeFault) -> None:
-        raise TypeError("the engine's thread tells its state")
+        """Tells that nothing can be served, and why."""
 
     def _rebuild(self, order: Order) -> None:
         """Replaces the engine as ordered; its requests go on in whichever one comes up."""

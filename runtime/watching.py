@@ -40,7 +40,7 @@ class Watcher:
             self._woken = False
             for _ in range(len(self._events)):
                 yield self._events.popleft()
-            if self._closed:
+            if self._closed and not self._events:
                 return
 
     def _wake(self) -> None:

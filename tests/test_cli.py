@@ -308,7 +308,9 @@ def test_ctrl_c_keeps_the_text_so_far(endless: list[str]) -> None:
 @pytest.mark.usefixtures("default_checkpoint")
 def test_ctrl_c_while_the_model_loads_ends_quietly() -> None:
     with interruptible("generate", "x", *PLAIN) as process:
-        time.sleep(1.0)
+        maps = Path(f"/proc/{process.pid}/maps")
+        while process.poll() is None and "libtorch" not in maps.read_text():
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         text, errors = process.communicate(timeout=60)
     assert (process.returncode, text, errors) == (130, "", "")

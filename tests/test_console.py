@@ -278,3 +278,19 @@ async def test_a_key_that_has_no_room_in_the_footer_is_left_out_whole():
         await driven.until(lambda: footer().partition("?")[0].rstrip().endswith(names), "no name is cut")
         await driven.pilot.resize_terminal(160, 30)
         await driven.until(lambda: "quit" in footer(), "those that fit are back")
+
+
+async def test_the_help_is_read_to_its_end_by_one_key_and_from_its_beginning_again():
+    async with console(size=(80, 24)) as driven:
+        await driven.press("question_mark", "G")
+        await driven.until(lambda: "Esc closes this" in driven.shown(), "the end")
+        await driven.press("g")
+        await driven.until(lambda: "Live screen" in driven.shown(), "the beginning")
+
+
+async def test_the_smallest_terminal_names_the_screen_and_what_is_told_comes_before_it():
+    async with console(size=(40, 12)) as driven:
+        await driven.press("2")
+        await driven.until(lambda: "[2 Tree]" in driven.shown(), "where one is")
+        await driven.press("x")
+        await driven.until(lambda: "nothing to cancel" in driven.shown(), "a notice")

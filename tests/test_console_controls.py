@@ -9,7 +9,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.widgets import Button, Input, OptionList
 
-from console.change_draft import Draft, plan_lines
+from console.change_draft import Draft, about, plan_lines
 from console.controls_screen import ControlsScreen
 from console.dialogs import ConfirmDialog
 from console.filtering import FilterLine
@@ -244,3 +244,13 @@ async def test_a_list_that_is_shown_before_it_is_mounted_has_its_cells():
         await pilot.pause()
         assert [str(cell) for cell in pilot.app.early.get_row("a")] == ["first"]  # type: ignore[attr-defined]
         assert len(pilot.app.early.columns) == 1  # type: ignore[attr-defined]
+
+
+async def test_a_screen_put_together_out_of_sight_is_whole_at_first_sight():
+    async with console(size=(80, 24)) as driven:
+        await driven.app._init_mode("Controls")
+        await driven.press("4")
+        await driven.until(lambda: "tree_budget" in driven.shown(), "a column as wide as its names")
+        words = " ".join(driven.shown().split())
+        assert " ".join(about("mode").split()) in words, "a line that is wrapped is told to its end"
+        assert words.count("origin:") == 1

@@ -6,10 +6,11 @@ import itertools
 
 from console_driver import LONG, console
 from fake_runtime import ACCEPT_LENGTHS, FakeRuntime
+from textual.events import Paste
 
 from console.live_screen import LiveScreen
 from console.prompt_input import PromptInput
-from console.transcript import Transcript
+from console.transcript import GROWTH_ROWS, AnswerBlock, Transcript
 from runtime.interface import EngineState
 
 
@@ -209,3 +210,24 @@ async def test_a_long_answer_is_complete_in_blocks():
         blocks = [str(block.render()) for block in driven.app.screen.query(".answer_block")]
         assert "\n".join(blocks) == answer.removesuffix("\n") or "\n".join(blocks) == answer
         assert max(len(block) for block in blocks) < 2000
+
+
+async def test_an_answer_grows_some_rows_at_a_time_and_has_no_gap_at_its_end():
+    answer = " ".join(f"word{number}" for number in range(135))
+    async with console(FakeRuntime(answer=answer, round_s=0.03)) as driven:
+        await driven.ask("hello")
+        await driven.streaming()
+        block = driven.app.screen.query_one(AnswerBlock)
+        await driven.until(lambda: block.size.height == GROWTH_ROWS, "room for rows to come")
+        await driven.answered()
+        rows = len({y for y in range(block.size.height) if block.render_line(y).text.strip()})
+        await driven.until(lambda: block.size.height == rows, "no gap")
+        assert rows % GROWTH_ROWS, "the answer would fill its room by chance"
+
+
+async def test_pasted_lines_stay_lines_however_the_terminal_sends_them():
+    async with console() as driven:
+        await driven.press("i")
+        driven.app.post_message(Paste("one\rtwo\r\nthree\nfour"))
+        prompt = driven.app.prompt.query_one(PromptInput)
+        await driven.until(lambda: prompt.text == "one\ntwo\nthree\nfour", "pasted")

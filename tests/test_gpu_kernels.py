@@ -81,27 +81,6 @@ def test_products_with_the_norms_around_them() -> None:
     torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("k", [48, 96, 256])
-def test_products_whose_tiles_several_programs_share(k: int) -> None:
-    """One of them may have nothing to do; the tickets are 0 again."""
-    rows, n = 20, 40
-    x, w, residual, gain = randn(rows, k), randn(n, k), randn(rows, n), randn(n)
-    out, scaled = torch.zeros(rows, n, device=DEVICE), torch.zeros(rows, n, device=DEVICE)
-    made, partial = torch.zeros(rows, 4, device=DEVICE), torch.zeros(4 * 2 * 3 * 256, device=DEVICE)
-    tickets = ints([0] * 6)
-    for _ in range(2):
-        gk.linear_kernel[(3, 2, 4)](
-            x, w, out, x, x, residual, x, gain, scaled, made, x, rows, n, k, 0, 0, 1e-5, NORM=False, BIAS=False,
-            RESIDUAL=True, GATHER=False, NEXT=True, TAP=False, TILES=4, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, EVEN=True,
-            partial=partial, tickets=tickets, SPLIT=4, **PLAIN,
-        )  # fmt: skip
-        expected = F.linear(x, w) + residual
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(scaled, expected * gain, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(made[:, :3].sum(1), (expected**2).sum(1), rtol=1e-4, atol=1e-4)
-        assert not tickets.any()
-
-
 @pytest.mark.parametrize("k", [48, 64])
 def test_products_of_one_row_in_registers(k: int) -> None:
     n = 40

@@ -23,6 +23,7 @@ from runtime.interface import (
     EngineState,
     HostSample,
     LogLine,
+    RequestStats,
     RoundStats,
     StatusChanged,
     WatchEvent,
@@ -447,3 +448,21 @@ async def test_closing_ends_every_stream_and_the_watching() -> None:
             await settle(lambda: bool(runtime._watchers))
         assert await asyncio.wait_for(reading, 5)
     assert not runtime._watchers
+
+
+class Spoilt(FakeRuntime):
+    """A runtime with a fault that nobody foresaw."""
+
+    async def requests(self) -> tuple[RequestStats, ...]:
+        raise ZeroDivisionError("a text of its inside")
+
+
+async def test_a_fault_nobody_foresaw_is_a_500_without_its_inside_and_the_log_has_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with client(Spoilt()) as http:
+        answer = await http.get("/runtime/requests")
+        assert answer.status_code == 500 and "inside" not in answer.text
+        assert "(ZeroDivisionError); see its log" in answer.json()["error"]["message"]
+        assert "a text of its inside" in caplog.text
+        assert (await http.get("/runtime/status")).status_code == 200

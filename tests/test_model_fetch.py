@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from console.cli import main
 from runtime import model_fetch
 from runtime.gguf import CheckpointError
 from runtime.model_fetch import ModelSource, cached_default, default_path, fetch_default, verify_default
@@ -254,3 +256,25 @@ def test_an_intact_file_without_marker_is_adopted(index: Index) -> None:
     default_path().write_bytes(MODEL)
     assert cached_default() is None
     assert fetch_default() == default_path() and index.ranges == []
+
+
+def test_the_commands_say_what_is_there_and_what_was_fetched(
+    index: Index, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        assert main(["model", *words]) == 0
+        return capsys.readouterr().out
+
+    assert "not fetched (ddtree model fetch)" in said("list")
+    path = str(default_path())
+    assert said("fetch") == f"{path}  fetched and verified\n"
+    assert said("fetch") == f"{path}  already there\n"
+    assert said("fetch", "--verify") == f"{path}  intact\n"
+    default_path().write_bytes(b"x" + MODEL[1:])
+    assert main(["model", "fetch", "--verify", "--json"]) == 0
+    answer = capsys.readouterr()
+    assert "the cached file was damaged; it was fetched again" in answer.err
+    found = json.loads(answer.out)
+    assert (found["path"], found["fetched"], found["verified"]) == (path, True, True)
+    assert default_path().read_bytes() == MODEL
+    assert json.loads(said("list", "--json"))["models"][0]["cached"] is True

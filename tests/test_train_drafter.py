@@ -29,7 +29,7 @@ from runtime.train_data import (
 from runtime.train_drafter import DrafterTraining, TrainOptions, initial_drafter
 from runtime.train_export import drafter_config, export_drafter, published_config, spread_taps
 from runtime.train_generate import Generated, Job, generate, generate_slowly, prefill_groups
-from runtime.train_kernels import Kernels
+from runtime.train_kernels import Kernels, check_decode, check_distill, probe_kernels
 from runtime.train_target import CompactTarget, TransformersTarget, transformers_model
 
 CPU = torch.device("cpu")
@@ -428,3 +428,12 @@ def test_stored_data_survives_and_a_missing_file_is_named(tmp_path: Path, data: 
     assert again.names == data.names and np.array_equal(again.tokens, data.tokens)
     with pytest.raises(TrainingDataError, match="run the stage before"):
         load_sequences(tmp_path / "nothing.npz")
+
+
+def test_training_kernels_equal_plain_torch() -> None:
+    """Both are probed before they are used; here through Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert check_decode(device, 16, torch.float32) < 1e-5
+    assert check_distill(device) < 1e-5
+    assert probe_kernels(CPU, 16, print) == Kernels()

@@ -1,0 +1,43 @@
+"""Events of a busy engine reach the console in order, all of them, without a waking for each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from console.gather import gathered
+from runtime.interface import LogLine
+from runtime.watching import Watcher
+
+PERIOD_S = 0.1
+
+
+class Counted:
+    """The running loop, which counts how often another thread wakes it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.wakings = 0
+
+    def call_soon_threadsafe(self, act: Callable[[], None]) -> None:
+        self.wakings += 1
+        self._loop.call_soon_threadsafe(act)
+
+
+async def test_a_burst_of_events_arrives_whole_with_few_wakings():
+    counted = Counted()
+    watcher = Watcher(counted)  # type: ignore[arg-type]
+
+    async def read() -> list[str]:
+        return [event.text async for event in gathered(watcher.events(), PERIOD_S)]
+
+    reading = asyncio.create_task(read())
+    began = time.monotonic()
+    for number in range(300):
+        watcher.post(LogLine(time_s=0.0, level="info", text=str(number)))
+        await asyncio.sleep(0.002)
+    watcher.close()
+    assert await reading == [str(number) for number in range(300)]
+    # Some a period, however many events come in it.
+    assert counted.wakings <= 4 * (time.monotonic() - began) / PERIOD_S + 4
