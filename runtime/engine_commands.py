@@ -150,7 +150,8 @@ def _look(python: Path) -> dict[str, str]:
         "from sglang.srt.speculative.spec_registry import get_spec\n"
         "print('registered' if get_spec('DDTREE_CONSOLE') else 'not registered')\n"
     )
-    done = subprocess.run([str(python), "-c", asked], capture_output=True, text=True)
+    # From elsewhere than the folder the operator is in: a checkout of this project there would hide the plugin.
+    done = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, cwd=python.parent)
     lines = done.stdout.splitlines()
     if not lines:
         tell(f"{python} has no SGLang: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")

@@ -57,7 +57,7 @@ def find_python(wanted: str) -> Path:
     """SGLang's Python, `wanted` or else the installed one; raises ConfigRejected, saying how to get one, without."""
     path = Path(wanted).expanduser() if wanted else environment_folder() / "bin" / "python"
     if os.access(path, os.X_OK) and path.is_file():
-        return path
+        return path.absolute()
     if wanted:
         raise ConfigRejected(f"sglang_python: {path} is no program that can be run", "sglang_python")
     raise ConfigRejected(

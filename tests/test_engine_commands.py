@@ -48,6 +48,23 @@ def test_the_plugin_is_brought_into_an_environment_that_is_there_already(
     assert Path(plugin).is_relative_to(tmp_path / "data" / "ddtree")
 
 
+def test_where_the_operator_stands_makes_no_difference(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a checkout with its .egg-info the plugin is found too, and Python by a path from there."""
+    checkout = tmp_path / "checkout"
+    (checkout / "ddtree_console.egg-info").mkdir(parents=True)
+    (checkout / "ddtree_console.egg-info" / "PKG-INFO").write_text(
+        "Metadata-Version: 2.1\nName: ddtree-console\nVersion: 0\n"
+    )
+    give_sglang(site_of(environment), SGLANG_VERSION)
+    monkeypatch.chdir(checkout)
+    words = ["--python", "../theirs/bin/python"]
+    assert main(["engine", "install", "sglang", *words]) == 0
+    assert main(["engine", "check", *words]) == 0
+    assert "registered" in capsys.readouterr().out
+
+
 def test_a_release_that_was_not_tested_is_named_with_the_reason(
     environment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
