@@ -327,6 +327,8 @@ class ConsoleApp(AnswerOrders, ChangeOrders, RequestOrders, BenchOrders, Leave, 
 
     async def action_screen_named(self, name: str) -> None:
         await self.switch_mode(name)
+        # Textual waits only for a screen that it begins here, not for one that is being made ahead.
+        await self.screen._mounted_event.wait()
         self._show()
 
     async def action_input(self) -> None:

@@ -27,6 +27,15 @@ async def test_an_answer_streams_with_its_figures_beside_it():
         assert shown == driven.runtime.answer
 
 
+async def test_i_waits_for_a_prompt_screen_that_is_being_made_ahead():
+    """As a quick hand meets it at the start; Textual takes a screen for shown as soon as it is begun."""
+    async with console() as driven:
+        ahead = driven.app._init_mode("Prompt")
+        await driven.app.action_input()
+        assert isinstance(driven.app.focused, PromptInput)
+        await ahead
+
+
 async def test_bonus_tokens_are_marked_and_d_takes_the_marks_away():
     async with console() as driven:
         await driven.ask("hello")
