@@ -163,8 +163,9 @@ class Bridge:
     async def _watch(self, runtime: Runtime) -> None:
         while True:
             try:
-                async for event in gathered(runtime.watch(), WATCH_S):
-                    self._sort(event)
+                async with contextlib.aclosing(gathered(runtime.watch(), WATCH_S)) as events:
+                    async for event in events:
+                        self._sort(event)
             except RuntimeFault:
                 pass
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 AT_ONCE_S = 0.002
@@ -43,12 +43,19 @@ class Batch(Generic[Item]):
             self._emit(items)
 
 
-async def gathered(stream: AsyncIterator[Item], period_s: float) -> AsyncIterator[Item]:
-    """The items of `stream`, none dropped; after one that had to be waited for, others gather for `period_s`."""
+async def gathered(stream: AsyncIterator[Item], period_s: float) -> AsyncGenerator[Item, None]:
+    """The items of `stream`, none dropped; after one that had to be waited for, others gather for `period_s`.
+
+    It closes `stream` when it ends itself: what is cancelled while items gather is not inside of it.
+    """
     loop = asyncio.get_running_loop()
     asked_s = loop.time()
-    async for item in stream:
-        yield item
-        if loop.time() - asked_s > AT_ONCE_S:
-            await asyncio.sleep(period_s)
-        asked_s = loop.time()
+    try:
+        async for item in stream:
+            yield item
+            if loop.time() - asked_s > AT_ONCE_S:
+                await asyncio.sleep(period_s)
+            asked_s = loop.time()
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from console.gather import gathered
 from runtime.interface import LogLine
@@ -41,3 +42,30 @@ async def test_a_burst_of_events_arrives_whole_with_few_wakings():
     assert await reading == [str(number) for number in range(300)]
     # Some a period, however many events come in it.
     assert counted.wakings <= 4 * (time.monotonic() - began) / PERIOD_S + 4
+
+
+async def test_a_stream_is_closed_where_its_reader_is_cancelled_while_events_gather():
+    closed = []
+
+    async def stream() -> AsyncIterator[int]:
+        try:
+            await asyncio.sleep(0.01)
+            yield 1
+            yield 2
+        finally:
+            closed.append(True)
+
+    seen = asyncio.Event()
+
+    async def read() -> None:
+        async with contextlib.aclosing(gathered(stream(), 3600.0)) as events:
+            async for _ in events:
+                seen.set()
+
+    reading = asyncio.create_task(read())
+    await seen.wait()
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+    assert closed
