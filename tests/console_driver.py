@@ -47,6 +47,12 @@ class Driven:
         await self.until(lambda: len(self.turn.pieces) > 3, "streaming")
 
     @property
+    def running(self) -> int:
+        """Requests the last status told of; none before the first one came."""
+        status = self.app.view.status
+        return 0 if status is None else status.running
+
+    @property
     def turn(self):
         return self.app.prompt.conversation.turns[-1]
 

@@ -151,7 +151,7 @@ async def test_temperature_is_asked_for_checked_and_does_not_reach_the_running_r
     async with console(FakeRuntime(answer=LONG, round_s=0.03)) as driven:
         await driven.ask("hello")
         await driven.streaming()
-        await driven.until(lambda: driven.app.view.status.running == 1, "running")
+        await driven.until(lambda: driven.running == 1, "running")
         await driven.press("t")
         assert isinstance(driven.app.screen, ValueDialog)
         driven.app.screen.query_one(Input).value = "2.5"

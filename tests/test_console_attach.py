@@ -87,7 +87,7 @@ async def test_an_attached_console_says_where_and_asks_only_for_its_own_answer()
         )
         others = runtime.generate(GenerateRequest(prompt="x"))
         await anext(others)
-        await driven.until(lambda: driven.app.view.status.running == 1, "another client's request")
+        await driven.until(lambda: driven.running == 1, "another client's request")
         assert driven.app._would_lose() == ""
         await driven.ask("hello")
         assert "1 request is not finished" in driven.app._would_lose()
@@ -108,7 +108,7 @@ async def test_a_console_that_serves_asks_what_becomes_of_the_runtime(
         if busy:
             others = await stack.enter_async_context(aclosing(runtime.generate(GenerateRequest(prompt="x"))))
             await anext(others)
-            await driven.until(lambda: driven.app.view.status.running == 1, "another client's request")
+            await driven.until(lambda: driven.running == 1, "another client's request")
         await driven.press("q")
         await driven.until(lambda: isinstance(driven.app.screen, LeaveDialog), "asked")
         await driven.until(lambda: "Leave the screen?" in driven.shown(), "drawn")

@@ -182,7 +182,7 @@ async def test_the_last_good_configuration_is_one_key_away():
         await driven.press("4", "L")
         await driven.until(lambda: "no last good configuration is kept" in driven.app.view.notice, "none")
         runtime.last_good = RuntimeConfig(mode="chain", temperature=0.5).model_dump()
-        await driven.until(lambda: driven.app.view.status.last_good is not None, "known")
+        await driven.until(lambda: bool(driven.app.view.status and driven.app.view.status.last_good), "known")
         await driven.press("L")
         await driven.until(lambda: "live     mode tree -> chain" in driven.text("#plan"), "planned")
         assert driven.app.controls.draft.edits == {"mode": "chain", "temperature": 0.5}
