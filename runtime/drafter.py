@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.kv_cache import Geometry
-from runtime.models import LARGEST
+from runtime.models import LARGEST, weights_backend
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [..., heads, rows, dim], keys, values [..., kv_heads, rows, dim]) -> [..., heads, rows, dim]."""
@@ -291,7 +291,7 @@ def load_drafter(folder: Path, config: DrafterConfig, dtype: torch.dtype, device
     state: dict[str, Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         try:
-            state.update(load_file(shard))
+            state.update(load_file(shard, backend=weights_backend(shard)))
         except Exception as bad:  # safetensors raises its own untyped error for a corrupt header
             raise DrafterMismatch(f"drafter {folder}: {shard.name} cannot be read ({bad})") from None
     if not state:

@@ -31,9 +31,14 @@ __all__ = [
     "open_checkpoint",
     "shipped_drafter",
     "unrewindable_layers",
+    "weights_backend",
 ]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MAPPED_FROM = 1 << 30
+"""Bytes from which a safetensors file is mapped instead of read: the host then need not hold it twice. A map is not for
+every file: one that is cut short under it ends the process, and safetensors 0.8 never frees two integers for each
+tensor taken out of it."""
 LARGEST = 1 << 24
 """No size in a config.json is larger."""
 _SIZES = (
@@ -360,13 +365,18 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def weights_backend(file: Path) -> str:
+    """Return how `safetensors` shall get at the file's bytes; raises OSError where it is not there."""
+    return "mmap" if file.stat().st_size >= MAPPED_FROM else "pread"
+
+
 def _load_safetensors(files: list[Path], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError, safe_open
 
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(file, framework="pt", backend=weights_backend(file)) as opened:
                 part = {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
         except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(

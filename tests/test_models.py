@@ -1,5 +1,6 @@
 """Checkpoints: what a folder or file means, what is refused and how, and conversion that other programs load."""
 
+import gc
 import hashlib
 import json
 import subprocess
@@ -177,6 +178,36 @@ def test_sharded_folders_load_as_one_without_a_tied_head(tmp_path: Path) -> None
     )
     with pytest.raises(CheckpointError, match="not a .safetensors file of this folder"):
         checkpoint.load_state()
+
+
+def test_loading_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
+    tensors, times = 40, 10
+    folder = folder_with(tmp_path, LLAMA)
+    save_file({f"w{number}": torch.ones(4) for number in range(tensors)}, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder))
+
+    def blocks() -> int:
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    checkpoint.load_state()
+    before = blocks()
+    for _ in range(times):
+        checkpoint.load_state()
+    assert blocks() - before < tensors * times
+
+
+def test_weights_are_the_same_read_or_mapped_and_outlast_a_file_that_is_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_with(tmp_path, LLAMA)
+    save_file({"a": torch.arange(4096.0)}, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder))
+    read = checkpoint.load_state()
+    monkeypatch.setattr("runtime.models.MAPPED_FROM", 1)
+    mapped = {name: value.clone() for name, value in checkpoint.load_state().items()}
+    (folder / "model.safetensors").write_bytes(b"")
+    assert torch.equal(read["a"], torch.arange(4096.0)) and torch.equal(read["a"], mapped["a"])
 
 
 def test_folders_whose_weights_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
