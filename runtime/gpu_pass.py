@@ -1,7 +1,8 @@
 """A forward pass on the device: embedding, layers over slots, the token chosen after each row, the drafter's context.
 
 Buffers exist before the first pass and every size is the caller's, so passes can be captured in CUDA graphs. The
-kernels are in `gpu_kernels.py`; what they compute is `fused.FusedDecoder` and `fused.FusedDrafter`.
+kernels are in `gpu_kernels.py` and `gpu_attention.py`; what they compute is `fused.FusedDecoder` and
+`fused.FusedDrafter`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,14 @@ import torch
 from torch import Tensor
 
 from runtime.fused import FusedDecoder, FusedLayer, FusedStack
-from runtime.gpu_heads import choose_kernel, chosen_kernel, filter_kernel
-from runtime.gpu_kernels import (
-    SCRATCH,
-    add_sum_kernel,
+from runtime.gpu_attention import (
     combine_kernel,
     context_store_kernel,
-    embed_kernel,
-    gated_kernel,
-    linear_kernel,
     rotate_store_kernel,
     tree_attention_kernel,
 )
+from runtime.gpu_heads import choose_kernel, chosen_kernel, filter_kernel
+from runtime.gpu_kernels import SCRATCH, add_sum_kernel, embed_kernel, gated_kernel, linear_kernel
 from runtime.gpu_tiles import blocks_of, head_block, pow2
 from runtime.kv_cache import Pool
 from runtime.linear import Linear, PlainLinear, ReducedLinear

@@ -12,6 +12,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from runtime import gpu_attention as ga  # noqa: E402
 from runtime import gpu_heads as gh  # noqa: E402
 from runtime import gpu_kernels as gk  # noqa: E402
 from runtime import gpu_tree as gt  # noqa: E402
@@ -127,7 +128,7 @@ def test_rotation_and_slots(norm: bool) -> None:
         torch.zeros(kv_heads, width, dim, device=DEVICE),
     )
     before = qkv.clone()
-    gk.rotate_store_kernel[(2 * rows, 2)](
+    ga.rotate_store_kernel[(2 * rows, 2)](
         qkv, gains, angles.cos().contiguous(), angles.sin().contiguous(), keys, values, committed, slot_start,
         depths, size, rows, width, 1e-5, HEADS=heads, KV_HEADS=kv_heads, D=dim, NORM=norm, BLOCK=4, **PLAIN,
     )  # fmt: skip
@@ -171,13 +172,13 @@ def test_attention_over_prefix_and_tree(splits: int, causal: bool) -> None:
         torch.zeros(splits, 3 * rows, heads, device=DEVICE),
     )
     scale = dim**-0.5
-    gk.tree_attention_kernel[(3 * kv_heads, 1, splits)](
+    ga.tree_attention_kernel[(3 * kv_heads, 1, splits)](
         qkv, keys, values, bits_of(mask), ints(lengths), ints(sizes), ints(starts), out, partial, lse,
         rows, width, 3 * rows, scale,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK_Q=16, BLOCK_KV=64, SPLITS=splits, CAUSAL=causal, **PLAIN,
     )  # fmt: skip
     if splits > 1:
-        gk.combine_kernel[(3 * rows, 2)](
+        ga.combine_kernel[(3 * rows, 2)](
             partial, lse, out, 3 * rows, HEADS=heads, D=dim, SPLITS=splits, BLOCK=2, **PLAIN
         )
     for b, (length, start, size) in enumerate(zip(lengths, starts, sizes, strict=True)):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 ENGINES = {"torch", "transformers", "sglang"}
 IN_SGLANG = {"sglang_draft", "sglang_verify", "sglang_worker"}
 """Modules that run in SGLang's environment alone, and need what it has."""
-ON_TRITON = {"gpu_kernels", "gpu_tree", "gpu_pass", "gpu_round", "gpu_graphs"}
+ON_TRITON = {"gpu_attention", "gpu_kernels", "gpu_tree", "gpu_pass", "gpu_round", "gpu_graphs"}
 """Modules that are kernels or call them."""
 UNLOADABLE = IN_SGLANG | (set() if importlib.util.find_spec("triton") else ON_TRITON)
 RUNTIME_MODULES = sorted(
