@@ -208,9 +208,9 @@ class Figures:
     by_position: tuple[float | None, ...] = ()
     """Entry k - 1: share of rounds that drafted position k in which it was accepted, this setting."""
     stages_s: tuple[float, ...] | None = None
-    """Mean seconds per round in draft, tree, verify, accept, commit."""
+    """Mean seconds per round in draft, tree, verify, accept, commit: of the last NOW_S seconds, when idle of this setting."""
     nodes: float | None = None
-    """Mean rows the target verified in a round."""
+    """Mean rows the target verified in a round, of the same rounds."""
     batch: float | None = None
     """Mean sequences in a round."""
     before: Before | None = None
@@ -263,8 +263,9 @@ class RoundWindow:
         stretch, all_of_it = self._stretch.total(), self._all.total()
         live = _total(() if idle else self._stretch.since(now_s - max(NOW_S, quiet_s) - 1))
         rounds = live.rounds
+        timed = stretch if idle else live  # what was measured stays to be read once nothing is decoded
         # The engine may not tell how long its stages took.
-        stages = tuple(seconds / rounds for seconds in live.stages) if rounds and any(live.stages) else None
+        stages = tuple(seconds / timed.rounds for seconds in timed.stages) if any(timed.stages) else None
         return Figures(
             setting=self._setting,
             idle=idle,
@@ -282,7 +283,7 @@ class RoundWindow:
             ),
             by_position=stretch.by_position,
             stages_s=stages,
-            nodes=live.nodes / rounds if rounds else None,
+            nodes=timed.nodes / timed.rounds if timed.rounds else None,
             batch=live.sequences / rounds if rounds else None,
             before=self._before,
             tok_s_series=self._series(now_s, lambda second: second.rate),

@@ -116,11 +116,12 @@ def _bars(rows: Sequence[tuple[int, float | None]], width: int) -> Text:
 
 
 def split_title(view: View) -> str:
-    """How long a round takes and how many rows the target verifies in it, on average."""
+    """How long a round takes and how many rows the target verifies in it, on average; idle: since the last flip."""
     figures = view.figures
     if figures.stages_s is None or figures.nodes is None:
         return "time in a round"
-    return f"a round: {duration(sum(figures.stages_s))}, {figures.nodes:.1f} rows verified"
+    when = "rounds so far" if figures.idle else "a round"
+    return f"{when}: {duration(sum(figures.stages_s))}, {figures.nodes:.1f} rows verified"
 
 
 def split_text(view: View, width: int) -> Text:

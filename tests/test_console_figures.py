@@ -59,8 +59,9 @@ def test_speed_counts_tokens_not_chunks_and_leaves_idle_time_out():
     figures = window.figures(START + 2.0)
     assert figures.tok_s == pytest.approx(40.0)
     idle = window.figures(START + 12.0)
-    assert idle.idle and idle.tok_s is None and idle.accept_length is None and idle.stages_s is None
+    assert idle.idle and idle.tok_s is None and idle.accept_length is None
     assert idle.tok_s_mean == pytest.approx(40.0)
+    assert idle.stages_s == pytest.approx(figures.stages_s) and idle.nodes == figures.nodes
     window.add(rounds(at=START + 12.0, first_index=20))
     again = window.figures(START + 14.0)
     assert again.tok_s == pytest.approx(40.0)
