@@ -208,7 +208,7 @@ class Figures:
     by_position: tuple[float | None, ...] = ()
     """Entry k - 1: share of rounds that drafted position k in which it was accepted, this setting."""
     stages_s: tuple[float, ...] | None = None
-    """Mean seconds per round in draft, tree, verify, accept, commit, over the last NOW_S seconds; idle: with this setting."""
+    """Mean seconds per round in draft, tree, verify, accept, commit: over NOW_S seconds, or idle of this setting."""
     nodes: float | None = None
     """Mean rows the target verified in a round, of the same rounds."""
     batch: float | None = None
