@@ -113,6 +113,8 @@ class TuneReport(Frozen):
     notes: tuple[str, ...] = ()
     applied: str | None = None
     """Where it was applied."""
+    layout: str | None = None
+    """The layout found with them; None: none was sought."""
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "kind": "tune", **self.model_dump(mode="json")}
@@ -161,6 +163,7 @@ async def tune(
         "device": about.device,
         "dtype": about.dtype,
         "threads": about.threads,
+        "layout": status.config["layout"],
         "host": about.host,
         "objective": plan.objective,
         "concurrency": plan.concurrency if plan.rate is None else None,

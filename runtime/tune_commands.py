@@ -1,4 +1,4 @@
-"""`ddtree tune`: finds the fastest mode and tree budget for this host and load, shows the evidence, applies on request.
+"""`ddtree tune`: finds the fastest mode and tree budget, or layout too, for this host and load; applies on request.
 
 Light on purpose, as `runtime.command_options`: the engine, and with it torch, loads when the command runs.
 """
@@ -67,6 +67,10 @@ def tune(
         str, typer.Option(metavar="LIST", help="Modes to try; plain decoding is always compared with.")
     ] = "off,chain,tree",
     budgets: Annotated[str | None, typer.Option(metavar="LIST", help="Tree budgets to try.")] = None,
+    layouts: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Layouts to try too, by a rebuild each; what was is put back."),
+    ] = None,
     prompts: PromptFile = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Output tokens of a request.")] = 32,
     url: Annotated[
@@ -93,21 +97,34 @@ def tune(
 ) -> int:
     """Find the fastest mode and tree budget, by few interleaved measurements.
 
-    Nothing is changed while measuring. Stopped, it goes on with the same command within an hour.
+    Nothing but the layout, with --layouts, is changed while measuring. Stopped, it goes on with the same command within
+    an hour.
     """
-    if apply and read_only():
+    if (apply or (layouts is not None and url is not None)) and read_only():
         tell("refused: DDTREE_READ_ONLY is set")
         return REFUSED
     plan = _plan(
         given, objective, concurrency, rate, slo, temperature, modes, budgets, prompts, max_tokens, under_load
     )
-    report = asyncio.run(_tune(given, plan, url, fresh, apply))
+    tried = _layouts(layouts, url)
+    report = asyncio.run(_tune(given, plan, url, tried, fresh, apply))
     if apply and snapshot:
         _keep(given, plan, report, url)
     if not json:
         print(report.table(), flush=True)
     emit_json(report.to_json())
     return 0
+
+
+def _layouts(text: str | None, url: str | None) -> tuple[str, ...]:
+    """The layouts to try; those of another host are known there."""
+    from layouts.library import load_library
+
+    if text is None:
+        return ()
+    return words(
+        "--layouts", text, load_library().presets if url is None else text.replace(" ", "").split(",")
+    )
 
 
 def _plan(
@@ -147,11 +164,14 @@ def _plan(
     )
 
 
-async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, apply: bool) -> "TuneReport":
+async def _tune(
+    given: Given, plan: "TunePlan", url: str | None, layouts: tuple[str, ...], fresh: bool, apply: bool
+) -> "TuneReport":
     from runtime.connect import attach, author, open_runtime
     from runtime.rebuild import keep_out
-    from runtime.tune import Ledger
+    from runtime.tune import Ledger, TuneReport
     from runtime.tune import tune as race
+    from runtime.tune_layouts import tune_layouts
 
     if url is not None:
         given.refuse_beside_url()
@@ -163,13 +183,19 @@ async def _tune(given: Given, plan: "TunePlan", url: str | None, fresh: bool, ap
         if url is None:
             await wait_ready(runtime)  # type: ignore[arg-type]
             keep_out()
+        kept = user_home("state") / "tune"
         with ProgressLine() as line:
-            report = await race(
-                runtime,
-                plan,
-                Ledger(user_home("state") / "tune", fresh=fresh),
-                lambda _share, text: line(text),
-            )
+
+            def progress(_share: float | None, text: str) -> None:
+                line(text)
+
+            report: TuneReport
+            if layouts:
+                report = await tune_layouts(
+                    runtime, plan, layouts, author("tune"), kept, fresh=fresh, progress=progress
+                )
+            else:
+                report = await race(runtime, plan, Ledger(kept, fresh=fresh), progress)
         if not apply:
             return report
         if not report.worth_it:
@@ -241,6 +267,8 @@ async def apply_to_runtime(runtime: "Runtime", plan: "TunePlan", report: "TuneRe
         return "already in force"
     old_speed = (await measure(runtime, plan, None, 0)).value
     applied = await runtime.apply(change, offered.revision, author)
+    if applied.failure is not None:
+        return f"taken back: {applied.failure}"
     new_speed = (await measure(runtime, plan, None, 0)).value
     if new_speed < SLOWER * old_speed:
         before = {each.field: each.old for each in applied.applied}
@@ -292,4 +320,8 @@ def _change(report: "TuneReport") -> dict[str, object]:
     from runtime.race import Arm
 
     found = Arm(report.mode, report.tree_budget)
-    return {"mode": found.mode, **({"tree_budget": found.tree_budget} if found.mode == "tree" else {})}
+    return {
+        "mode": found.mode,
+        **({"tree_budget": found.tree_budget} if found.mode == "tree" else {}),
+        **({"layout": report.layout} if report.layout is not None else {}),
+    }

@@ -16,6 +16,7 @@ from virtual_time import run_virtual
 from console.cli import main
 from runtime.config import RuntimeConfig, to_toml
 from runtime.interface import (
+    ChangeReport,
     ConfigRejected,
     GenerateEvent,
     GenerateRequest,
@@ -28,6 +29,7 @@ from runtime.interface import (
 from runtime.load_report import Slo
 from runtime.tune import Ledger, TunePlan, TuneRefused, TuneReport, tune
 from runtime.tune_commands import apply_to_file, apply_to_runtime
+from runtime.tune_layouts import LayoutsReport, compared, tune_layouts
 from snapshots.store import Store
 
 PROMPTS = tuple({"prompt": f"prompt {number}"} for number in range(12))
@@ -46,6 +48,13 @@ class Paced(FakeRuntime):
         self.breaks_at: int | None = None
         self.stalled: tuple[int, ...] = ()
         """Tree budgets whose answers the host holds up for a moment."""
+        self.by_layout = {"single": 1.0}
+        """Speed of each layout; a rebuild to another one fails."""
+
+    async def apply(self, change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
+        if change.get("layout", "single") in self.by_layout:
+            return await super().apply(change, revision, author)
+        return ChangeReport(revision=revision, applied=(), summary="", failure="a rank did not start")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         self.asked.append((request.mode, request.tree_budget))
@@ -58,7 +67,7 @@ class Paced(FakeRuntime):
             else SPEEDS[0 if mode == "off" else budget or self.config.tree_budget or 0]
         )
         slow = request.mode is None and mode == "tree"
-        pause = 1 / (speed * (self.in_force if slow else 1.0))
+        pause = 1 / (speed * (self.in_force if slow else 1.0) * self.by_layout[self.config.layout])
         tokens = request.sampling.max_tokens or 8
         for number in range(tokens):
             stall = 0.5 if number == 3 and budget in self.stalled else 0.0
@@ -191,6 +200,62 @@ def test_applied_to_a_file_the_rest_of_it_stays(tmp_path: Path) -> None:
     )
 
 
+def layouts_tuned(runtime: Paced, folder: Path | None = None) -> LayoutsReport:
+    plan = TunePlan(prompts=PROMPTS, max_tokens=8)
+    return run_virtual(tune_layouts(runtime, plan, ("pp2", "tp2"), "test", folder))
+
+
+@pytest.mark.parametrize(("pp2", "found"), [(1.5, "pp2"), (1.0, "single"), (0.7, "single")])
+def test_a_faster_layout_is_found_and_what_was_in_force_is_put_back(pp2: float, found: str) -> None:
+    runtime = Paced()
+    runtime.by_layout["pp2"] = pp2
+    report = layouts_tuned(runtime)
+    assert report.layout == found and report.over_layout is not None
+    assert report.over_layout[0] == pytest.approx(pp2, rel=0.05)
+    assert runtime.config == RuntimeConfig(mode="off")
+    home, other, broken = report.layouts
+    assert (home.layout, other.layout) == ("single", "pp2") and len(home.values) == len(other.values)
+    assert broken.refused == "a rank did not start" and "not measured: a rank" in report.table()
+    assert report.results[0].value == pytest.approx(42.0 * (pp2 if found == "pp2" else 1.0), rel=0.05)
+
+
+def test_a_layout_that_was_found_is_applied_with_its_setting() -> None:
+    runtime = Paced()
+    runtime.by_layout["pp2"] = 1.5
+
+    async def act() -> str:
+        plan = TunePlan(prompts=PROMPTS, max_tokens=8)
+        return await apply_to_runtime(
+            runtime, plan, await tune_layouts(runtime, plan, ("pp2",), "test"), "test"
+        )
+
+    run_virtual(act())
+    assert (runtime.config.layout, runtime.config.mode) == ("pp2", "tree")
+
+
+def test_stopped_in_another_layout_it_puts_the_first_back_and_goes_on_there(tmp_path: Path) -> None:
+    whole = Paced()
+    whole.by_layout["pp2"] = 1.5
+    layouts_tuned(whole)
+    broken = Paced()
+    broken.by_layout["pp2"] = 1.5
+    broken.breaks_at = int(0.9 * len(whole.asked))
+    with pytest.raises(RuntimeFault, match="fell over"):
+        layouts_tuned(broken, tmp_path)
+    assert broken.config.layout == "single"
+    again = Paced()
+    again.by_layout["pp2"] = 1.5
+    assert layouts_tuned(again, tmp_path).layout == "pp2"
+    assert len(again.asked) < len(whole.asked) / 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_layouts_that_chance_may_order_are_not_told_apart() -> None:
+    gain = compared((10.0, 12.0, 11.0, 9.0, 13.0), (10.0, 11.0, 10.5, 9.5, 11.0))
+    assert gain.low < 1 < gain.ratio < gain.high
+    assert compared((11.0, 11.1, 10.9, 11.0, 11.0), (10.0, 10.1, 9.9, 10.0, 10.0)).low > 1.05
+
+
 def test_the_command_tunes_an_engine_and_writes_what_it_found(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,11 +266,24 @@ def test_the_command_tunes_an_engine_and_writes_what_it_found(
     prompts.write_text('{"prompt": "abc"}\n{"prompt": "the cat"}\n')
     file = tmp_path / "config.toml"
     file.write_text(to_toml(tiny_config(tiny_folder / "target", tiny_folder / "drafter", mode="chain")))
-    options = ("--budgets", "4", "--max-tokens", "4", "--prompts", str(prompts), "--config", str(file))
-    code = main(["tune", "--json", "--apply", *options])
+    options = (
+        "--layouts",
+        "pp2",
+        "--budgets",
+        "4",
+        "--max-tokens",
+        "4",
+        "--prompts",
+        str(prompts),
+        "--config",
+        str(file),
+    )
+    code = main(["tune", "--json", "--apply", "--layouts", "pp2", *options])
     told = capsys.readouterr()
     assert code == 0, told.err
     answer = json.loads(told.out)
+    assert [each["layout"] for each in answer["layouts"]] == ["single", "pp2"]
+    assert all(len(each["values"]) > 1 for each in answer["layouts"]), told.out
     assert answer["schema"] == 1 and answer["kind"] == "tune"
     assert {(each["mode"], each["tree_budget"]) for each in answer["results"]} == {
         ("off", 0),
@@ -230,6 +308,7 @@ def test_the_command_tunes_an_engine_and_writes_what_it_found(
         (["--rate", "3"], "--objective goodput only"),
         (["--modes", "tree,forest"], "'forest'"),
         (["--budgets", "4,x"], "'4,x'"),
+        (["--layouts", "pp2,nowhere"], "'nowhere' is not one of"),
         (["--url", "http://127.0.0.1:9", "--threads", "2"], "server's own setting"),
     ],
 )
