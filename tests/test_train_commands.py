@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -46,12 +47,15 @@ def interrupt_within(name: str, over: threading.Event) -> None:
 def interrupted(words: list[str], within: str) -> int:
     over = threading.Event()
     watch = threading.Thread(target=interrupt_within, args=(within, over))
+    # A shell starts what is in its background with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     watch.start()
     try:
         return main(words)
     finally:
         over.set()
         watch.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_command_trains_a_drafter_that_drafts_for_its_target_and_continues_after_ctrl_c(
