@@ -40,6 +40,7 @@ from console.terminal import Terminal, driver_class
 from console.type_ahead import TypeAhead
 from console.verdict import alarm
 from console.words import others_text
+from runtime.garbage import keep_out
 from runtime.interface import LogLine, Runtime, Status
 
 if TYPE_CHECKING:
@@ -241,10 +242,8 @@ class ConsoleApp(AnswerOrders, ChangeOrders, RequestOrders, BenchOrders, Leave, 
             self._tell_of_others(before, event.status)
 
     def _loaded(self) -> None:
-        """Keeps what is loaded out of later collections: one through all of it stops every thread for 0.3 s."""
         if self._terminal is not None:
-            gc.collect()
-            gc.freeze()
+            keep_out()
             gc.set_threshold(*COLLECT_AFTER)
 
     def _tell_of_others(self, before: Status, after: Status) -> None:

@@ -286,8 +286,8 @@ async def _on_server(plan: LoadPlan, url: str, model: str | None, progress: Prog
 
 async def _in_process(plan: LoadPlan, config: "RuntimeConfig", progress: ProgressLine) -> "LoadReport":
     from runtime.connect import open_runtime
+    from runtime.garbage import keep_out
     from runtime.load import RuntimeTarget
-    from runtime.rebuild import keep_out
 
     budgets = tuple(each for each in plan.budgets if each is not None)
     config = with_room(config, budgets)

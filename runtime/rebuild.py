@@ -6,9 +6,6 @@ its text is the one it would have had. Its keys and values are computed anew.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -330,36 +327,6 @@ def _differences(config: RuntimeConfig, wanted: RuntimeConfig, note: str) -> tup
         for name in old
         if old[name] != new[name]
     )
-
-
-def keep_out() -> None:
-    """Keeps all that is loaded out of later collections: one through it would stop every stream for 0.3 s.
-
-    A full collection waits until a quarter as many objects have come as the last one left. The collection after the
-    freeze leaves none, so that garbage does not pile up to a quarter of what is kept out.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.collect()
-
-
-def collect() -> None:
-    """Gives back what an engine left in reference cycles, to the system too, and on a GPU to the driver.
-
-    What a process keeps out of later collections once its engine is up is looked through as well, and kept out again.
-    """
-    import torch
-
-    kept_out = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    if kept_out:
-        keep_out()
-    else:
-        gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # other C libraries than glibc do it by themselves
-        ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def borrowed(calibration: Calibration, layout: str) -> Calibration:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.changes import builds_ahead, load_key, recorded
 from runtime.config import RuntimeConfig
+from runtime.garbage import collect
 from runtime.interface import (
     AppliedChange,
     ChangeReport,
@@ -32,7 +33,6 @@ from runtime.rebuild import (
     borrowed,
     build,
     build_beside,
-    collect,
     go_on,
     let_finish,
     park,

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.config import EFFECTS, RuntimeConfig, effect_of
+from runtime.garbage import keep_out
 from runtime.interface import EngineState, RoundStats, RuntimeFault, Status
 from runtime.last_good import PROOF_SECONDS, keep, last_good_file, recall
 from runtime.listener import Listener, ServerSettings, take_address
 from runtime.local import LocalRuntime
 from runtime.logs import LOGGER
-from runtime.rebuild import keep_out
 from runtime.sd_notify import Notifier
 from runtime.snapshot_port import Keeper
 

@@ -168,7 +168,7 @@ async def _tune(
     given: Given, plan: "TunePlan", url: str | None, layouts: tuple[str, ...], fresh: bool, apply: bool
 ) -> "TuneReport":
     from runtime.connect import attach, author, open_runtime
-    from runtime.rebuild import keep_out
+    from runtime.garbage import keep_out
     from runtime.tune import Ledger, TuneReport
     from runtime.tune import tune as race
     from runtime.tune_layouts import tune_layouts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from runtime.interface import ConfigRejected, Frozen, Runtime, RuntimeFault
 from runtime.race import Arm, Gain, student
 from runtime.tune import WORTH, Ledger, TunePlan, TuneReport, measure, tune
+
+Progress = Callable[[float | None, str], None]
 
 REPEATS = 5
 """Measurements of each layout's fastest setting that layouts are compared by."""
@@ -72,7 +75,7 @@ async def tune_layouts(
     author: str,
     folder: Path | None = None,
     fresh: bool = False,
-    progress: Callable[[float | None, str], None] = lambda _share, _text: None,
+    progress: Progress = lambda _share, _text: None,
 ) -> LayoutsReport:
     """Races the settings of `plan` in the layout in force and in each of `layouts`; one that is refused is passed over.
 
@@ -91,9 +94,7 @@ async def tune_layouts(
                 found.append(LayoutFound(layout=name, refused=refused))
                 continue
             ledgers.append(_Held(folder, fresh))
-            report = reports[name] = await tune(
-                runtime, plan, ledgers[-1], lambda share, text, name=name: progress(share, f"{name}: {text}")
-            )
+            report = reports[name] = await tune(runtime, plan, ledgers[-1], partial(_tell, progress, name))
             fastest = Arm(report.mode, report.tree_budget)
             values = []
             for number in range(REPEATS):
@@ -107,6 +108,10 @@ async def tune_layouts(
     for ledger in ledgers:
         ledger.end()
     return _chosen(home, found, reports)
+
+
+def _tell(progress: Progress, layout: str, share: float | None, text: str) -> None:
+    progress(share, f"{layout}: {text}")
 
 
 async def _enter(runtime: Runtime, layout: str, author: str) -> str:

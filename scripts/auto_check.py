@@ -22,11 +22,11 @@ from typing import Any
 from kept_runs import KeptRuns, judge, tell
 
 from runtime.config import RuntimeConfig
+from runtime.garbage import keep_out
 from runtime.load import Load, Prompt, RuntimeTarget, run_load
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import Arm, student
-from runtime.rebuild import keep_out
 
 PAIRED = 2
 """So many fixed settings run beside auto."""

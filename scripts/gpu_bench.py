@@ -24,10 +24,10 @@ from decoding import decode, gaps, numbered
 
 from runtime.config import validate
 from runtime.engine import Engine
+from runtime.garbage import keep_out
 from runtime.interface import GenerateRequest, RequestFinished, RoundStats, SamplingParams
 from runtime.loader import load
 from runtime.prompt_sets import read_prompts
-from runtime.rebuild import keep_out
 
 Arm = tuple[str, int]
 ALL: tuple[Arm, ...] = (("off", 0), ("chain", 0), ("tree", 7), ("tree", 15), ("tree", 31), ("tree", 63))

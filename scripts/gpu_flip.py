@@ -131,7 +131,7 @@ async def change(runtime: LocalRuntime, layout: str) -> Any:
 
 async def judge(runtime: LocalRuntime, end: RequestFinished) -> dict[str, Any]:
     """The stream's text against the same request undisturbed in the layout in force."""
-    from runtime.rebuild import collect
+    from runtime.garbage import collect
     from runtime.verify import Place, Tally, VerifyPlan
 
     config = runtime.config

@@ -162,8 +162,8 @@ class NativeArm:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from runtime.config import validate
         from runtime.engine import Engine
+        from runtime.garbage import keep_out
         from runtime.loader import load
-        from runtime.rebuild import keep_out
 
         config = validate(arguments)
         loaded = load(config)

@@ -16,10 +16,10 @@ from typing import Any
 from kept_runs import KeptRuns, judge, tell
 
 from runtime.config import RuntimeConfig
+from runtime.garbage import keep_out
 from runtime.local import LocalRuntime
 from runtime.prompt_sets import mixed_prompts
 from runtime.race import FULL_BLOCKS, Arm
-from runtime.rebuild import keep_out
 from runtime.tune import PROMPTS_PER_BLOCK, SLOWEST, TunePlan, arms_to_try, current_setting, measure, tune
 
 TUNES = 5

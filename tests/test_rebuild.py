@@ -14,7 +14,7 @@ import pytest
 from test_runtime_contract import ask, collect, idle, settle
 from tiny_models import tiny_config, write_target
 
-from runtime import rebuild
+from runtime import garbage
 from runtime.interface import (
     ChangeReport,
     ConfigRejected,
@@ -294,7 +294,7 @@ def test_what_a_process_keeps_out_of_collections_is_given_back_with_its_engine()
     try:
         gc.collect()
         assert held() is not None
-        rebuild.collect()
+        garbage.collect()
         assert held() is None and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
