@@ -255,15 +255,18 @@ class Bridge:
         """
         rebuilds = any(each.effect == "rebuild" for each in plan.changes)
         async with contextlib.nullcontext() if rebuilds else self._changing:
+            undone = (
+                self._done[-1] if undo and self._done else ()
+            )  # a live change may come on top while it rebuilds
             answer = await self.orders.apply(change, plan)
             self._look.set()
             if isinstance(answer, str):
                 self._post(messages.ChangeRefused(answer))
                 return
-            if undo:
-                self._done.pop()
-            else:
+            if not undo:
                 self._done.append(answer.applied)
+            elif undone in self._done:
+                self._done.remove(undone)
             fields = tuple(each.field for each in answer.applied)
             config = {each.field: each.new for each in answer.applied}
             mode = {"mode": (self._seen.config if self._seen else {}).get("mode")}

@@ -252,7 +252,7 @@ class RoundWindow:
         if self._last_s is None or stats.index != (self._last_index or 0) + 1:
             return work_s
         if stats.batch == 1 and stats.prefill_tokens and stats.stage_s is not None:
-            return work_s  # before a lone sequence's first round its prompt was computed, or nothing was
+            return work_s  # a pause before a lone sequence's first round is not told from host time
         gap_s = stats.time_s - self._last_s - stats.prefill_s
         return gap_s if 0.0 <= gap_s <= work_s + PAUSE_S else work_s
 

@@ -44,7 +44,7 @@ class Batch(Generic[Item]):
 
 
 async def gathered(stream: AsyncIterator[Item], period_s: float) -> AsyncGenerator[Item, None]:
-    """The items of `stream`, none dropped; after one that had to be waited for, others gather for `period_s`.
+    """The items of `stream` as they come; after one that had to be waited for, others gather for `period_s` in it.
 
     It closes `stream` when it ends itself: what is cancelled while items gather is not inside of it.
     """
@@ -52,8 +52,9 @@ async def gathered(stream: AsyncIterator[Item], period_s: float) -> AsyncGenerat
     asked_s = loop.time()
     try:
         async for item in stream:
+            waited_s = loop.time() - asked_s
             yield item
-            if loop.time() - asked_s > AT_ONCE_S:
+            if waited_s > AT_ONCE_S:
                 await asyncio.sleep(period_s)
             asked_s = loop.time()
     finally:

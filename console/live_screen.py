@@ -34,7 +34,7 @@ from runtime.interface import LogLine
 EVENT_LINES, EVENT_LINES_BROAD = 6, 20
 FEW_GPUS = 2
 CALM_S = 1.5
-"""Least time between two drawings of `STEADY`, which makes it every other look."""
+"""Least time between two drawings of what is not in `AT_ONCE`, which makes it every other look."""
 
 
 class LiveScreen(ConsoleScreen):

@@ -112,7 +112,8 @@ class Operations(Base):
         self.push_screen(SaveDialog(self.snapshots.archive, self._unsaved), left)
 
     def on_save_dialog_saved(self, event: SaveDialog.Saved) -> None:
-        self._unsaved = "", ""
+        if self._unsaved == event.typed:  # else it is another one, begun while this was saved
+            self._unsaved = "", ""
         self._notice(event.words)
         self.snapshots.saved()
 

@@ -271,6 +271,7 @@ class PromptScreen(ConsoleScreen):
         self._draw(turn)
         if turn.tail:
             self._views[turn.number].append([(clean_text(turn.tail), True)])
+            self._draw(turn)  # the tail may have begun a block
 
     def fail(self, number: int, reason: str) -> None:
         """Ends a turn that broke; without a token it leaves the transcript, its prompt goes to the input."""

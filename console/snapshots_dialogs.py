@@ -58,9 +58,9 @@ class SaveDialog(ModalScreen[Unsaved]):
     class Saved(Message):
         """The snapshot is committed."""
 
-        def __init__(self, words: str) -> None:
+        def __init__(self, words: str, typed: Unsaved) -> None:
             super().__init__()
-            self.words = words
+            self.words, self.typed = words, typed
 
     def __init__(self, archive: Archive, unsaved: Unsaved = ("", "")) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class SaveDialog(ModalScreen[Unsaved]):
         self.app.run_worker(self._save(*self._typed), name=SAVING, group=SAVING, exit_on_error=False)
 
     async def _save(self, label: str, note: str) -> None:
-        label = label.strip()
+        typed, label = (label, note), label.strip()
         try:
             entry = await self._archive.save(label, note)
         except Exception as error:
@@ -114,7 +114,7 @@ class SaveDialog(ModalScreen[Unsaved]):
             else:
                 self.app.post_message(Told(f"not saved: {explain(error)}", bad=True))
             return
-        self.app.post_message(self.Saved(f"saved {entry.id} {label}".strip()))
+        self.app.post_message(self.Saved(f"saved {entry.id} {label}".strip(), typed))
         if self.is_current:
             self.dismiss(("", ""))
 

@@ -115,7 +115,7 @@ class RuntimeConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N"
+        default="auto", pattern=r"^(auto|cpu|cuda(:(0|[1-9]\d?))?)$", description="auto, cpu, cuda or cuda:N"
     )
     """auto: the first CUDA GPU if there is one, else the CPU."""
     attention_backend: Literal["auto", "sdpa"] = "auto"

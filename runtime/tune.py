@@ -181,7 +181,7 @@ async def tune(
             race.measurements / race.limit,
             f"measurement {race.measurements + 1} of at most {race.limit}: {arm}",
         )
-        await _check_alone(runtime, plan)
+        await check_alone(runtime, plan)
         found = await measure(runtime, plan, arm, race.block)
         done.append(found)
         ledger.append(found)
@@ -268,7 +268,7 @@ def _gone_on_with(race: Race, kept: Sequence[Measurement]) -> Iterator[Measureme
         yield each
 
 
-async def _check_alone(runtime: Runtime, plan: TunePlan) -> None:
+async def check_alone(runtime: Runtime, plan: TunePlan) -> None:
     """Waits a moment for the engine to be idle: what is left of our own last request ends by then."""
     tries = round(GRACE_S / LOOK_S)
     for left in reversed(range(tries)):

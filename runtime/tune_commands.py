@@ -226,7 +226,8 @@ def _keep(given: Given, plan: "TunePlan", report: "TuneReport", url: str | None)
 
     from runtime.race import Arm
 
-    label = f"tune for {report.objective}: {Arm(report.mode, report.tree_budget)}"
+    layout = f"{report.layout}, " if report.layout is not None else ""
+    label = f"tune for {report.objective}: {layout}{Arm(report.mode, report.tree_budget)}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evidence.json"
         file.write_text(json.dumps(evidence(plan, report)) + "\n", encoding="utf-8")
@@ -280,7 +281,7 @@ async def apply_to_runtime(runtime: "Runtime", plan: "TunePlan", report: "TuneRe
 
 
 def apply_to_file(file: Path, config: "RuntimeConfig", report: "TuneReport") -> str:
-    """Writes mode and budget into a configuration file, made if need be; the rest of it stays as it is."""
+    """Writes what was found into a configuration file, made if need be; the rest of it stays as it is."""
     import tomlkit
 
     from runtime.config import validate

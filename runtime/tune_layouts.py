@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.interface import ConfigRejected, Frozen, Runtime, RuntimeFault
 from runtime.race import Arm, Gain, student
-from runtime.tune import WORTH, Ledger, TunePlan, TuneReport, measure, tune
+from runtime.tune import WORTH, Ledger, TunePlan, TuneReport, check_alone, measure, tune
 
 Progress = Callable[[float | None, str], None]
 
@@ -79,35 +79,47 @@ async def tune_layouts(
 ) -> LayoutsReport:
     """Races the settings of `plan` in the layout in force and in each of `layouts`; one that is refused is passed over.
 
-    The layout that was in force is put back, whatever happens, and RuntimeFault raised where that fails; else the same
-    is raised as by `tune`.
+    The layout that was in force is put back, whatever happens, and RuntimeFault raised where that fails; one that
+    somebody else put in force meanwhile is left. Else the same is raised as by `tune`, also before a rebuild.
     """
-    home = str((await runtime.status()).config["layout"])
+    home = entered = await _layout(runtime)
     reports: dict[str, TuneReport] = {}
     found: list[LayoutFound] = []
     ledgers: list[_Held] = []
     try:
         for name in dict.fromkeys((home, *layouts)):
             progress(None, f"layout {name}")
+            await check_alone(runtime, plan)
             refused = await _enter(runtime, name, author)
             if refused:
                 found.append(LayoutFound(layout=name, refused=refused))
                 continue
+            entered = name
             ledgers.append(_Held(folder, fresh))
             report = reports[name] = await tune(runtime, plan, ledgers[-1], partial(_tell, progress, name))
             fastest = Arm(report.mode, report.tree_budget)
             values = []
             for number in range(REPEATS):
                 progress(None, f"{name}: {fastest} again, {number + 1} of {REPEATS}")
+                await check_alone(runtime, plan)
                 values.append((await measure(runtime, plan, fastest, number)).value)
             found.append(LayoutFound(layout=name, fastest=str(fastest), values=tuple(values)))
     finally:
-        refused = await _enter(runtime, home, author)
+        now = await _layout(runtime)
+        refused = await _enter(runtime, home, author) if now == entered else ""
         if refused:
             raise RuntimeFault(f"layout {home}, which was in force, could not be put back: {refused}")
     for ledger in ledgers:
         ledger.end()
-    return _chosen(home, found, reports)
+    report = _chosen(home, found, reports)
+    if now == entered:
+        return report
+    note = f"layout {now} was put in force by somebody else meanwhile, and is left"
+    return report.model_copy(update={"notes": (*report.notes, note)})
+
+
+async def _layout(runtime: Runtime) -> str:
+    return str((await runtime.status()).config["layout"])
 
 
 def _tell(progress: Progress, layout: str, share: float | None, text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from runtime.interface import WatchEvent
 
-WATCH_QUEUE = 512
+WATCH_QUEUE = 4096
 """Events a watcher may be behind by; older ones are dropped, never waited for."""
 
 

@@ -44,6 +44,19 @@ async def test_a_burst_of_events_arrives_whole_with_few_wakings():
     assert counted.wakings <= 4 * (time.monotonic() - began) / PERIOD_S + 4
 
 
+async def test_a_reader_that_takes_its_time_is_not_kept_from_what_is_there_already():
+    async def stream() -> AsyncIterator[int]:
+        for number in range(20):
+            yield number
+
+    seen = []
+    async with asyncio.timeout(60):
+        async for number in gathered(stream(), 1000.0):
+            time.sleep(0.005)
+            seen.append(number)
+    assert seen == list(range(20))
+
+
 async def test_a_stream_is_closed_where_its_reader_is_cancelled_while_events_gather():
     closed = []
 

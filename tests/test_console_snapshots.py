@@ -250,6 +250,8 @@ async def test_enter_pressed_again_while_a_save_begins_saves_once(
         goes_on.set()
         await driven.until(lambda: "saved " in driven.app.view.notice, "saved")
         await listed(driven, "once")
+        await driven.press("s")
+        assert driven.app.screen.query_one("#label", Input).value.endswith("other"), "it was not saved yet"
     assert [entry.label for entry in Store.at(store).list().entries] == ["once"]
 
 

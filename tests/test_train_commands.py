@@ -98,6 +98,7 @@ def test_what_the_command_cannot_use_is_one_line_before_anything_is_trained(
         (["--taps", "1,x"], 2, "--taps '1,x' is no list"),
         (["--taps", "0,7"], 1, "target_layer_ids"),
         (["--device", "tpu"], 2, "cuda:N"),
+        (["--device", "cuda:01"], 2, "cuda:N"),
         (["--device", "cuda:99"], 2, "is not there"),
         (["--data-list", str(spoilt)], 1, f"data list {spoilt} cannot be used"),
         (["--stage", "train"], 1, "responses.npz is missing; run the stage before"),

@@ -29,7 +29,7 @@ from runtime.interface import (
 from runtime.load_report import Slo
 from runtime.tune import Ledger, TunePlan, TuneRefused, TuneReport, tune
 from runtime.tune_commands import apply_to_file, apply_to_runtime
-from runtime.tune_layouts import LayoutsReport, compared, tune_layouts
+from runtime.tune_layouts import REPEATS, LayoutsReport, compared, tune_layouts
 from snapshots.store import Store
 
 PROMPTS = tuple({"prompt": f"prompt {number}"} for number in range(12))
@@ -250,6 +250,39 @@ def test_stopped_in_another_layout_it_puts_the_first_back_and_goes_on_there(tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_no_layout_is_built_under_requests_of_others() -> None:
+    alone = Paced()
+    tuned(alone)
+    runtime = Paced()
+    runtime.by_layout["pp2"] = 1.5
+    quiet = runtime.status
+
+    async def status() -> Any:
+        others = 2 * (len(runtime.asked) >= len(alone.asked) + REPEATS * len(PROMPTS))
+        return (await quiet()).model_copy(update={"running": others})
+
+    runtime.status = status  # type: ignore[method-assign]
+    with pytest.raises(TuneRefused, match="2 requests of others"):
+        layouts_tuned(runtime)
+    assert not run_virtual(quiet()).history, "nothing was applied"
+
+
+def test_a_layout_that_somebody_else_puts_in_force_meanwhile_is_left() -> None:
+    runtime = Paced()
+    runtime.by_layout |= {"pp2": 0.7, "ep2": 1.0}
+    plain = runtime.apply
+
+    async def apply(change: dict[str, Any], revision: int, author: str = "local") -> ChangeReport:
+        report = await plain(change, revision, author)
+        if change == {"layout": "tp2"}:
+            await plain({"layout": "ep2"}, (await runtime.status()).revision, "a colleague")
+        return report
+
+    runtime.apply = apply  # type: ignore[method-assign]
+    report = layouts_tuned(runtime)
+    assert runtime.config.layout == "ep2" and "layout ep2 was put in force by somebody else" in report.table()
+
+
 def test_layouts_that_chance_may_order_are_not_told_apart() -> None:
     gain = compared((10.0, 12.0, 11.0, 9.0, 13.0), (10.0, 11.0, 10.5, 9.5, 11.0))
     assert gain.low < 1 < gain.ratio < gain.high
@@ -267,8 +300,6 @@ def test_the_command_tunes_an_engine_and_writes_what_it_found(
     file = tmp_path / "config.toml"
     file.write_text(to_toml(tiny_config(tiny_folder / "target", tiny_folder / "drafter", mode="chain")))
     options = (
-        "--layouts",
-        "pp2",
         "--budgets",
         "4",
         "--max-tokens",
@@ -294,7 +325,10 @@ def test_the_command_tunes_an_engine_and_writes_what_it_found(
     if answer["worth_it"]:
         assert f'mode = "{answer["mode"]}"' in file.read_text()
     (kept,) = Store.at(None).list().entries
-    assert kept.label.startswith("tune for latency: ") and "fastest for latency" in kept.note
+    assert (
+        kept.label.startswith(f"tune for latency: {answer['layout']}, ")
+        and "fastest for latency" in kept.note
+    )
     figures = Store.at(None).load(kept.commit)[1].measurements.results
     assert {(each.mode, each.tree_budget) for each in figures} == {("off", 0), ("chain", 0), ("tree", 4)}
     assert all(each.tok_s and "ddtree tune" in each.conditions for each in figures)
