@@ -79,9 +79,9 @@ async def tune_layouts(
 ) -> LayoutsReport:
     """Races the settings of `plan` in the layout in force and in each of `layouts`; one that is refused is passed over.
 
-    The layout that was in force is put back at the end, also of a failure, and RuntimeFault raised where that fails; one
-    that somebody else put in force meanwhile is left, as is what a server is still building when this is cancelled. Else
-    the same is raised as by `tune`, also before a rebuild.
+    The layout that was in force is put back at the end, also of a failure, and RuntimeFault raised where that fails.
+    One that somebody else put in force meanwhile is left, as is what a server still builds when this is cancelled.
+    Else the same is raised as by `tune`, also before a rebuild.
     """
     home = entered = await _layout(runtime)
     reports: dict[str, TuneReport] = {}
