@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ LONGEST = (
     "test_ctl.py",
     "test_serve.py",
     "test_gang.py",
+    "test_train_commands.py",
 )
 """Files that start first, so that all workers end together."""
 
@@ -52,6 +54,14 @@ def no_settings_of_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for folder in ("CONFIG", "STATE", "DATA"):
             patch.setenv(f"XDG_{folder}_HOME", str(tmp_path_factory.mktemp(f"{folder.lower()}-home")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """One thread for torch: with another number sums differ in their last bit, and a test must not depend on which
+    test a worker ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

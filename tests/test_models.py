@@ -66,7 +66,6 @@ def test_default_model_speaks_in_the_reference_classes(default: Checkpoint) -> N
     """A wrong row order of q and k, scale or tie gives noise instead of this answer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.set_num_threads(1)
     model = LlamaForCausalLM(LlamaConfig(**default.config)).eval()
     missing = model.load_state_dict(default.load_state(), strict=False)
     assert missing.unexpected_keys == [] and missing.missing_keys == ["lm_head.weight"]

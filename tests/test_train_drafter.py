@@ -59,11 +59,6 @@ FAMILY = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def random_state(config: dict) -> dict[str, torch.Tensor]:
     import transformers
 

@@ -28,11 +28,6 @@ Node = tuple[int, int, int]
 NO_DEADLINE = settings(deadline=None, derandomize=True, max_examples=150)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def nodes_of(tree: DraftTree, row: int = 0) -> list[Node]:
     """Valid nodes of one tree behind the root."""
     size = int(tree.sizes[row])
