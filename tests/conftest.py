@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""Programs that each use all cores, as tests side by side do, slow each other several times by waiting in loops."""
+
 KEPT_VARIABLES = ("DDTREE_CACHE_DIR", "DDTREE_MODEL_WHEEL")
 LONGEST = (
     "test_verify.py",
